@@ -1,0 +1,50 @@
+"""Schedulers whose jobs are recognised but not read yet: inside one, a run on this machine alone would be wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final
+
+from torchrun_nccl.allocation import Env
+from torchrun_nccl.errors import BadAllocation
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """A scheduler, the variables of which any one means "inside a job", and the one that holds the job's id."""
+
+    name: str
+    title: str
+    signs: tuple[str, ...]
+    job_id: str
+
+    def sign(self, env: Env) -> str | None:
+        return next((name for name in self.signs if env.get(name)), None)
+
+
+FOREIGN: Final = (
+    Foreign("slurm", "Slurm", ("SLURM_JOB_ID", "SLURM_JOBID"), "SLURM_JOB_ID"),
+    Foreign("lsf", "LSF", ("LSB_JOBID",), "LSB_JOBID"),
+    # The first program of `flux batch` has FLUX_URI alone.
+    Foreign("flux", "Flux", ("FLUX_JOB_ID", "FLUX_URI"), "FLUX_JOB_ID"),
+    # SGE_TASK_ID is "undefined" outside of array jobs, but set.
+    Foreign("sge", "Grid Engine", ("SGE_TASK_ID", "PE_HOSTFILE"), "JOB_ID"),
+    Foreign("oar", "OAR", ("OAR_JOB_ID", "OAR_NODEFILE"), "OAR_JOB_ID"),
+)
+
+
+def found(env: Env) -> tuple[Foreign, ...]:
+    return tuple(foreign for foreign in FOREIGN if foreign.sign(env))
+
+
+def refusal(foreign: Foreign, env: Env, problems: Iterable[Exception] = ()) -> BadAllocation:
+    """Why this job is not started, and what can be done; problems are those of the schedulers tried before."""
+    sign = foreign.sign(env)
+    job = f"{foreign.title} job {env.get(foreign.job_id, '')}".strip()
+    why = f"{sign} is set" if sign else f"--scheduler {foreign.name}"
+    before = "".join(f" ({problem})" for problem in problems)
+    return BadAllocation(
+        f"{job} ({why}): this version starts on PBS, on --hosts or --hostfile, and on one machine; "
+        f"give --hosts HOST,HOST, or --scheduler none to use this machine alone{before}"
+    )
