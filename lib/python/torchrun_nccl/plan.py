@@ -139,7 +139,7 @@ def make_plan(options: Options, allocation: Allocation, context: Context) -> Pla
         scheduler_devices=_only(context.scheduler_environment, environment.DEVICE_NAMES),
         gpus=options.gpus,
         device="cpu" if options.nproc == "cpu" else "gpu" if options.nproc == "gpu" else options.device,
-        is_nproc_explicit=isinstance(options.nproc, int) or bool(options.simulate) or any(h.slots for h in _listed(allocation)),
+        is_nproc_explicit=isinstance(options.nproc, int) or all(node.nproc for node in nodes) and allocation.scheduler in _SLOTS_ARE_PROCESSES,
         simulate=bool(options.simulate),
         omp=options.omp,
         user_omp=user_omp,
@@ -166,9 +166,8 @@ def _hosts(options: Options, allocation: Allocation) -> tuple[Host, ...]:
     return hosts[: options.nnodes]
 
 
-def _listed(allocation: Allocation) -> tuple[Host, ...]:
-    """Hosts whose slots are a person's wish for processes, not a scheduler's count of CPUs."""
-    return allocation.hosts if allocation.scheduler in ("hosts", "simulate") else ()
+#: Where a host's slots are a person's wish for processes, not a scheduler's count of CPUs.
+_SLOTS_ARE_PROCESSES = ("hosts", "hostfile", "simulate")
 
 
 def _node(
@@ -192,8 +191,8 @@ def _nproc(options: Options, allocation: Allocation, host: Host) -> Optional[int
         return options.nproc
     if options.nproc == "cpu":
         return 0  # as many as the node has CPUs
-    if allocation.scheduler in ("hosts", "simulate"):
-        return host.slots or None
+    if allocation.scheduler in _SLOTS_ARE_PROCESSES and host.slots:
+        return host.slots
     if options.gpus is not None:
         return len(options.gpus.split(","))
     return host.gpus

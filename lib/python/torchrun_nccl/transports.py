@@ -63,6 +63,7 @@ TRANSPORTS: dict[str, Transport] = {
 PREFERRED: dict[str, tuple[str, ...]] = {
     "pbs": ("pbsdsh", "pbs_tmrsh", "ssh"),
     "hosts": ("ssh",),
+    "hostfile": ("ssh",),
     "simulate": ("local",),
     "local": ("local",),
 }

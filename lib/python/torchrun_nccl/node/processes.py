@@ -123,6 +123,19 @@ def send_signal(pid: int, number: int) -> None:
         pass
 
 
+def minds_signal(pid: int, number: int) -> bool:
+    """Whether a process has a handler for a signal, or ignores it.
+
+    /proc/PID/status: ``SigIgn:\t0000000001001000``, ``SigCgt:\t0000000000000200``; bit number-1.
+    """
+    try:
+        with open(f"/proc/{pid}/status") as file:
+            masks = [int(line.split()[1], 16) for line in file if line.startswith(("SigIgn:", "SigCgt:"))]
+    except OSError:
+        return False
+    return any(mask >> (number - 1) & 1 for mask in masks)
+
+
 def kill_tree(root: int, seconds: float = 5.0, note: Optional[Callable[[int, int], None]] = None) -> list[int]:
     """KILL all below `root` until nothing is left, reaping our own children; what is left after `seconds`.
 

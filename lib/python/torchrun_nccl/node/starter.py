@@ -46,6 +46,8 @@ PIECE_SECONDS = 1.0
 PENDING_LIMIT = 8 << 20
 STUCK_SECONDS = 2.0
 FLUSH_SECONDS = 2.0
+#: A program that is still importing torch has no handler for USR1 yet and would die of it; so long it waits for one.
+READY_SECONDS = 15.0
 F_SETPIPE_SZ = 1031  # linux/fcntl.h
 
 
@@ -175,6 +177,7 @@ class Starter:
     def __init__(self, address: str) -> None:
         self._loop = Loop()
         self._worker = 0
+        self._began = 0.0
         self._code: Optional[int] = None
         self._asked = 0
         self._noted: dict[int, float] = {}
@@ -222,6 +225,7 @@ class Starter:
             with contextlib.suppress(OSError):
                 self._terminal = os.open(job["terminal"], os.O_WRONLY | os.O_NOCTTY | os.O_CLOEXEC)
         me = os.getpid()
+        self._began = time.monotonic()
         self._worker = processes.spawn(job["argv"], environment, lambda: _prepare(job, pipes, me))
         for number, (reader, writer) in pipes.items():
             os.close(writer)
@@ -278,6 +282,9 @@ class Starter:
         if number in (signal.SIGUSR1, signal.SIGUSR2):
             # Slurm signals every process of a step, the worker too; the launcher's word for the same event comes on top.
             if time.monotonic() - self._noted.get(number, -1e9) < 1.0:
+                return
+            if time.monotonic() - self._began < READY_SECONDS and not processes.minds_signal(self._worker, number):
+                self._loop.after(0.1, lambda: self._signal_worker(number))
                 return
         else:
             self._asked = self._asked or number

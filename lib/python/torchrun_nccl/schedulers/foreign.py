@@ -43,7 +43,8 @@ def refusal(foreign: Foreign, env: Env, problems: Iterable[Exception] = ()) -> B
     sign = foreign.sign(env)
     job = f"{foreign.title} job {env.get(foreign.job_id, '')}".strip()
     why = f"{sign} is set" if sign else f"--scheduler {foreign.name}"
-    before = "".join(f" ({problem})" for problem in problems)
+    # The cause stands before the first semicolon; the advice after it is ours to give.
+    before = "".join(f" ({str(problem).partition(';')[0]})" for problem in problems)
     return BadAllocation(
         f"{job} ({why}): this version starts on PBS, on --hosts or --hostfile, and on one machine; "
         f"give --hosts HOST,HOST, or --scheduler none to use this machine alone{before}"

@@ -110,7 +110,7 @@ def _array_index(env: Env, job_id: str) -> str:
     """The 5 of `1234[5].pbs0`; older Torque has it in a variable only."""
     match = _ARRAY_JOB_ID.fullmatch(job_id)
     found = (match[1] if match else "", *(env.get(name, "") for name in _ARRAY_INDEX))
-    return next((index for index in found if index.isdecimal()), "")
+    return next((index for index in found if index.isascii() and index.isdecimal()), "")
 
 
 def _gpus(env: Env, read_text: ReadText, slots: Counter[str]) -> tuple[Mapping[str, int], tuple[str, ...]]:
@@ -173,7 +173,7 @@ def _shared_hosts(env: Env, lines: list[str]) -> Iterator[str]:
     if found:
         yield (
             f"{_NODEFILE} names {hosts} {'host' if hosts == 1 else 'hosts'}, but {found}: some chunks share a host, "
-            f"and one node is started for each host; place=scatter asks PBS for one host per chunk"
+            f"and one node is started for each host; with OpenPBS, place=scatter gives each chunk a host of its own"
         )
 
 

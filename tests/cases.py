@@ -1,0 +1,56 @@
+"""The job environments in tests/cases: `NAME.env`, and beside it the files that its variables name.
+
+`NAME.env` begins with comments (site and product, what it shows, captured or reconstructed), then has lines NAME=value.
+`NAME.nodefile` is what PBS_NODEFILE names, `NAME.gpufile` what PBS_GPUFILE names; `HOST x48` there is 48 lines of HOST.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from pathlib import Path
+
+from torchrun_nccl.allocation import Env, ReadText
+
+FOLDER = Path(__file__).with_name("cases")
+FILES = {"PBS_NODEFILE": ".nodefile", "PBS_GPUFILE": ".gpufile"}
+_REPEATED = re.compile(r"(\S+) x([0-9]+)")
+
+
+def names() -> tuple[str, ...]:
+    return tuple(sorted(path.stem for path in FOLDER.glob("*.env")))
+
+
+def load(name: str) -> tuple[Env, ReadText]:
+    """The case's environment, and a reader of the files that it names; all other files are missing."""
+    env = dict(_variables(name))
+    siblings = {env[variable]: FOLDER / f"{name}{suffix}" for variable, suffix in FILES.items() if env.get(variable)}
+    texts = {path: _unpacked(file.read_text()) for path, file in siblings.items() if file.exists()}
+
+    def read_text(path: str) -> str:
+        if path not in texts:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+        return texts[path]
+
+    return env, read_text
+
+
+def head(name: str) -> list[str]:
+    lines = (FOLDER / f"{name}.env").read_text().splitlines()
+    return [line[2:] for line in lines if line.startswith("# ")]
+
+
+def _variables(name: str) -> list[tuple[str, str]]:
+    lines = (FOLDER / f"{name}.env").read_text().splitlines()
+    pairs = [line.partition("=") for line in lines if line and not line.startswith("#")]
+    return [(variable, value) for variable, _, value in pairs]
+
+
+def _unpacked(text: str) -> str:
+    return "".join(_repeated(line) for line in text.splitlines())
+
+
+def _repeated(line: str) -> str:
+    match = _REPEATED.fullmatch(line)
+    return f"{match[1]}\n" * int(match[2]) if match else f"{line}\n"
