@@ -4,7 +4,8 @@
 # the first file of DIR changes. TORCH, words for pip, also builds DIR/venv; without it DIR/venv is left alone.
 set -eu
 PYTHON=${PYTHON:-python3} TORCH=${TORCH:-}
-parts='lib/python/torchrun_nccl bin/torchrun_nccl.sh examples/pytorch modulefiles/NCI-ai-ml README.md CHANGELOG.md LICENSE'
+parts='lib/python/torchrun_nccl bin/torchrun_nccl.sh examples/pytorch README.md CHANGELOG.md LICENSE'
+parts="$parts modulefiles/NCI-ai-ml"
 
 refuse() { printf 'install: %s\n' "$1" >&2; exit 2; }
 

@@ -33,7 +33,16 @@ rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 def together():
     pathlib.Path(f".here-{rank}").touch()
     while len(list(pathlib.Path().glob(".here-*"))) < world:
-        time.sleep(0.002)
+        time.sleep(0.01)
+def moment():
+    # The same time of day on all ranks, a little ahead.
+    together()
+    if rank == 0:
+        pathlib.Path(".moment.new").write_text(str(time.time() + 1))
+        os.rename(".moment.new", ".moment")
+    while not os.path.exists(".moment"):
+        time.sleep(0.01)
+    return float(pathlib.Path(".moment").read_text())
 """
 
 
@@ -130,7 +139,10 @@ def test_exit_code_host_rank_and_last_words_of_the_first_failure(start: Start, s
 
 @pytest.mark.parametrize("attempt", range(10))
 def test_the_earlier_failure_is_the_first_one(start: Start, script: Script, attempt: int) -> None:
-    name = script(TOGETHER + "together()\ntime.sleep(0.3 if rank == 3 else 0.32)\nos._exit({3: 7, 0: 9}.get(rank, 0)) if rank in (0, 3) else time.sleep(60)")
+    name = script(
+        TOGETHER + "then = moment()\nif rank in (0, 3):\n  time.sleep(then - time.time() + (0.02 if rank == 0 else 0))\n"
+        "  os._exit(7 if rank == 3 else 9)\ntime.sleep(60)"
+    )
     run = start("--simulate", "1x4", "--device", "cpu", "--grace", "1", name)
     assert run.wait(30) == 7, run.stderr
     assert "first failure: rank 3" in run.stderr

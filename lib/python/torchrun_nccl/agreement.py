@@ -18,7 +18,13 @@ Settings = tuple[tuple[str, Optional[str]], ...]
 LIST_NAMES = {
     "cuda": ("CUDA_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL"),
     "rocm": ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL"),
-    "": ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK", "GPU_DEVICE_ORDINAL"),
+    "": (
+        "CUDA_VISIBLE_DEVICES",
+        "HIP_VISIBLE_DEVICES",
+        "ROCR_VISIBLE_DEVICES",
+        "ZE_AFFINITY_MASK",
+        "GPU_DEVICE_ORDINAL",
+    ),
 }
 ALL_LISTS = LIST_NAMES[""]
 #: Values that mean "no device": CUDA's, NVIDIA's container toolkit's, Slurm's.
@@ -58,7 +64,9 @@ class NodeFacts:
         return NodeFacts(
             **{
                 **frame,
-                "interfaces": tuple(Interface(**{**one, "addresses": tuple(one["addresses"])}) for one in frame["interfaces"]),
+                "interfaces": tuple(
+                    Interface(**{**one, "addresses": tuple(one["addresses"])}) for one in frame["interfaces"]
+                ),
                 "addresses": tuple(frame["addresses"]),
                 "devices": tuple((name, value) for name, value in frame["devices"]),
                 "python": tuple(frame["python"].items()),
@@ -139,7 +147,9 @@ def agree(
     check(plan, facts)
     first = facts[0]
     if port_choice >= len(first.ports):
-        raise Refused(f"{plan.nodes[0].host}: the rendezvous port was taken by others each time; give one with --master-port")
+        raise Refused(
+            f"{plan.nodes[0].host}: the rendezvous port was taken by others each time; give one with --master-port"
+        )
     address = _master_address(plan, first, reached)
     counts, is_cpu = _processes(plan, facts)
     warnings = list(_mismatches(plan, facts))
@@ -270,7 +280,9 @@ def _cpu_processes(node: NodePlan, fact: NodeFacts) -> int:
 def _simulated(plan: Plan, available: int) -> list[int]:
     wanted = [node.nproc or 1 for node in plan.nodes]
     if sum(wanted) > available:
-        raise Refused(f"--simulate needs {sum(wanted)} GPUs, {available} are visible here; say --device cpu to run on CPUs")
+        raise Refused(
+            f"--simulate needs {sum(wanted)} GPUs, {available} are visible here; say --device cpu to run on CPUs"
+        )
     return wanted
 
 
@@ -322,7 +334,10 @@ def _torch_versions(plan: Plan, facts: Sequence[NodeFacts]) -> Iterable[tuple[st
     """Two torch versions in one job fail late and obscurely, so they are refused."""
     versions = _by_value(plan, facts, "torch")
     for version, hosts in versions[1:]:
-        yield f"torch {version}, but {versions[0][0]} on {fold(versions[0][1])}; every node must run the same environment", hosts
+        yield (
+            f"torch {version}, but {versions[0][0]} on {fold(versions[0][1])}; every node must run the same environment",
+            hosts,
+        )
 
 
 def _mismatches(plan: Plan, facts: Sequence[NodeFacts]) -> Iterable[str]:

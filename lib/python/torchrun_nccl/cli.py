@@ -35,6 +35,8 @@ def main(argv: list[str]) -> NoReturn:
         code = error.exit_code
     except KeyboardInterrupt:
         code = 130
+    except BrokenPipeError:  # --help | head
+        code = 141
     except Exception:  # noqa: BLE001 (our own fault is reported as such, with all we know)
         traceback.print_exc()
         say("this is a fault of torchrun_nccl itself; please report the lines above")

@@ -12,8 +12,14 @@ HINTS: tuple[tuple[str, str], ...] = (
         "this torch was not built for the GPUs of this node: install a build that lists its architecture",
     ),
     (r"EADDRINUSE|Address already in use", "a port is taken by another program on that node"),
-    (r"Name or service not known|Temporary failure in name resolution|nodename nor servname", "a host name does not resolve on that node"),
-    (r"DataLoader worker .* (?:is killed|exited unexpectedly)", "a DataLoader worker was killed: too little memory or /dev/shm"),
+    (
+        r"Name or service not known|Temporary failure in name resolution|nodename nor servname",
+        "a host name does not resolve on that node",
+    ),
+    (
+        r"DataLoader worker .* (?:is killed|exited unexpectedly)",
+        "a DataLoader worker was killed: too little memory or /dev/shm",
+    ),
     (r"unable to open shared memory object|/dev/shm|Bus error", "/dev/shm is full or too small on that node"),
     (r"No space left on device", "a disk is full on that node"),
     (r"Disk quota exceeded", "your quota is used up"),

@@ -5,18 +5,28 @@ argparse cannot serve here: its REMAINDER swallows a ``--`` that is the script's
 
 from __future__ import annotations
 
+import re
+import shlex
 import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Optional
+from typing import Any, Final
 
 from .errors import EXIT_CODES, UsageError
 
+_MAX_NUMBER: Final = 999_999_999
+_MAX_SECONDS: Final = 1e7
+_MAX_PORT: Final = 65535
+#: A device: an index, a tile of one (Intel), a UUID or a MIG id.
+_DEVICE: Final = re.compile(r"[0-9]+(\.[0-9]+)?|(GPU|MIG)-\S+")
 
-def _number(low: int, high: Optional[int] = None) -> Callable[[str], int]:
+
+def _number(low: int, high: int = _MAX_NUMBER) -> Callable[[str], int]:
+    wanted = f"a number of at least {low}" if high == _MAX_NUMBER else f"a number from {low} to {high}"
+
     def read(text: str) -> int:
-        if not text.isascii() or not text.isdigit() or int(text) < low or (high is not None and int(text) > high):
-            raise ValueError(f"a number from {low} to {high}" if high is not None else f"a number of at least {low}")
+        if not re.fullmatch(r"[0-9]{1,9}", text) or not low <= int(text) <= high:
+            raise ValueError(wanted)
         return int(text)
 
     return read
@@ -27,12 +37,27 @@ def _seconds(text: str) -> float:
         value = float(text)
     except ValueError:
         value = -1.0
-    if not 0 <= value < 1e7:
+    if not 0 <= value < _MAX_SECONDS:
         raise ValueError("a number of seconds")
     return value
 
 
-def _processes(text: str) -> object:
+def _some_seconds(text: str) -> float:
+    value = _seconds(text)
+    if not value:
+        raise ValueError("a number of seconds above 0")
+    return value
+
+
+def _nodes(text: str) -> int:
+    """torchrun's MIN:MAX is taken where both are one number."""
+    low, _, high = text.partition(":")
+    if high and high != low:
+        raise ValueError("one number: the nodes are those of the job from start to end, there is no MIN:MAX")
+    return _number(1)(low)
+
+
+def _processes(text: str) -> int | str:
     if text in ("auto", "gpu", "cpu"):
         return text
     try:
@@ -69,24 +94,25 @@ def _ranks(text: str) -> tuple[int, ...]:
     try:
         return tuple(_number(0)(part.strip()) for part in text.split(","))
     except ValueError:
-        raise ValueError("local ranks separated by commas") from None
+        raise ValueError("local ranks separated by commas, for example 0,1") from None
 
 
 def _devices(text: str) -> str:
-    if not text or any(not part.strip() for part in text.split(",")):
-        raise ValueError("devices separated by commas, for example 0,1")
-    return ",".join(part.strip() for part in text.split(","))
+    devices = [part.strip() for part in text.split(",")]
+    if not all(_DEVICE.fullmatch(device) for device in devices) or len(set(devices)) < len(devices):
+        raise ValueError("a list of different devices, for example 0,1 (to hide all GPUs say --device cpu)")
+    return ",".join(devices)
 
 
 def _static(text: str) -> str:
     if text != "static":
-        raise ValueError("static: node ranks follow the order of the hosts, and the command picks address and port itself")
+        raise ValueError(
+            "static: node ranks follow the order of the hosts, address and port are chosen by this command"
+        )
     return text
 
 
 def _words(text: str) -> tuple[str, ...]:
-    import shlex
-
     try:
         words = tuple(shlex.split(text))
     except ValueError as error:
@@ -96,16 +122,28 @@ def _words(text: str) -> tuple[str, ...]:
     return words
 
 
+def _text(text: str) -> str:
+    if not text:
+        raise ValueError("a name")
+    return text
+
+
+def _switch(text: str) -> bool:
+    return True
+
+
 @dataclass(frozen=True)
 class Option:
-    """One option of ours. `metavar` is empty for a switch; `like` says how it compares with torchrun's of that name."""
+    """One option of ours. `metavar` is empty for a switch.
+
+    like: how it compares with torchrun's option of that name: "same", "own" (our meaning), or empty: torchrun has none.
+    """
 
     names: tuple[str, ...]
     field: str
     metavar: str
     read: Callable[[str], Any]
     text: str
-    group: str
     like: str = ""
 
     @property
@@ -113,84 +151,80 @@ class Option:
         return not self.metavar
 
 
-_WHERE, _HOW, _WHAT, _RECORD, _TIME = "where to run", "how many", "what to run", "what to record", "when to give up"
+def _one(names: str, metavar: str, read: Callable[[str], Any], text: str, like: str = "", field: str = "") -> Option:
+    each = tuple(names.split(", "))
+    return Option(each, field or each[-1][2:].replace("-", "_"), metavar, read, text, like)
 
 
-def _switch(text: str) -> bool:
-    return True
-
-
-OPTIONS: tuple[Option, ...] = (
-    Option(("--hosts",), "hosts", "LIST", str, "run on these hosts, such as node1,gpu[03-06]", _WHERE),
-    Option(("--hostfile",), "hostfile", "FILE", str, "run on the hosts of FILE: one a line, `slots=N` allowed", _WHERE),
-    Option(("--simulate",), "simulate", "NxP", _simulate, "pretend N nodes with P processes each on this machine", _WHERE),
-    Option(("--scheduler",), "scheduler", "NAME", str, "read this scheduler's job; `none`: this machine alone", _WHERE),
-    Option(
-        ("--transport",), "transport", "NAME", str, "start the nodes by local, pbsdsh, pbs_tmrsh or ssh (default: probed)", _WHERE
-    ),
-    Option(("--ssh-options",), "ssh_options", "WORDS", _words, "more words for ssh; they win over ours", _WHERE),
-    Option(("--nnodes",), "nnodes", "N", _number(1), "use only the first N hosts", _HOW, "same"),
-    Option(
-        ("--nproc-per-node",), "nproc", "N|auto|gpu|cpu", _processes, "processes on each node (default: one per GPU)", _HOW, "own"
-    ),
-    Option(("--device",), "device", "auto|gpu|cpu", _choice("auto", "gpu", "cpu"), "cpu: hide all GPUs from the workers", _HOW),
-    Option(("--gpus",), "gpus", "LIST", _devices, "use these GPUs on every node, such as 0,1", _HOW),
-    Option(("--omp",), "omp", "N", _number(1), "OMP_NUM_THREADS (default: usable CPUs / processes)", _HOW),
-    Option(("-m", "--module"), "module", "", _switch, "SCRIPT is a module, as in python -m", _WHAT, "same"),
-    Option(("--no-python",), "no_python", "", _switch, "SCRIPT is a program to be run as it is", _WHAT, "same"),
-    Option(("--python",), "python", "PATH", str, "Python of the workers (default: the first on PATH)", _WHAT),
-    Option(("--wrap",), "wrap", "WORDS", _words, "put WORDS before each worker's command", _WHAT),
-    Option(("--role",), "role", "NAME", str, "ROLE_NAME of the workers", _WHAT, "same"),
-    Option(("--rdzv-backend",), "rdzv_backend", "static", _static, "only static", _WHAT, "own"),
-    Option(
-        ("--master-port",), "master_port", "PORT", _number(1, 65535), "rendezvous port on the first node (default: a free one)",
-        _WHAT, "same",
-    ),
-    Option(("--monitor-interval",), "monitor_interval", "SECONDS", _seconds, "how often torchrun looks at its workers", _WHAT, "same"),
-    Option(("--event-log-handler",), "event_log_handler", "NAME", str, "torchrun's event log", _WHAT, "same"),
-    Option(
-        ("--max-restarts",), "max_restarts", "N", _number(0), "start all ranks again up to N times after a failure", _WHAT, "own"
-    ),
-    Option(("--log-dir",), "log_dir", "DIR", str, "where output.SCRIPT.HOST.log goes (default: here)", _RECORD, "own"),
-    Option(("-t", "--tee"), "tee", "0-3", _streams, "also copy 1 stdout, 2 stderr, 3 both here, lines marked [rank]", _RECORD, "own"),
-    Option(("-r", "--redirects"), "redirects", "0-3", _streams, "also write one log per rank", _RECORD, "own"),
-    Option(("--local-ranks-filter",), "tee_ranks", "LIST", _ranks, "copy only these local ranks with --tee", _RECORD, "own"),
-    Option(("-v", "--verbose"), "verbose", "", _switch, "say more; torchrun's own words go to the log", _RECORD),
-    Option(("--dry-run",), "dry_run", "", _switch, "print the plan, start nothing", _RECORD),
-    Option(
-        ("--json",), "json", "FILE", str, "write the outcome to FILE; with --dry-run, without FILE: the plan to stdout", _RECORD
-    ),
-    Option(
-        ("--grace",), "grace", "SECONDS", _seconds, "between TERM and KILL (default: 5 in PBS and after a failure, else 15)", _TIME
-    ),
-    Option(("--connect-timeout",), "connect_timeout", "SECONDS", _seconds, "for a node to reach the launcher (default: 5)", _TIME),
-    Option(("--hello-timeout",), "hello_timeout", "SECONDS", _seconds, "for a node to report, from its start (default: 60)", _TIME),
-    Option(("--heartbeat",), "heartbeat", "SECONDS", _seconds, "between signs of life (default: 2)", _TIME),
-    Option(("--lost-after",), "lost_after", "SECONDS", _seconds, "of silence make a node lost (default: 15)", _TIME),
+#: What this command takes, by the question it answers, as `--help` prints it.
+GROUPS: Final[tuple[tuple[str, tuple[Option, ...]], ...]] = (
+    ("where to run", (
+        _one("--hosts", "LIST", str, "run on these hosts, such as node1,gpu[03-06]"),
+        _one("--hostfile", "FILE", str, "run on the hosts of FILE: one a line, `slots=N` allowed"),
+        _one("--simulate", "NxP", _simulate, "pretend N nodes with P processes each on this machine"),
+        _one("--scheduler", "NAME", str, "read this scheduler's job; `none`: this machine alone"),
+        _one("--transport", "NAME", str, "start the nodes by local, pbsdsh, pbs_tmrsh or ssh (default: probed)"),
+        _one("--ssh-options", "WORDS", _words, "more words for ssh; they win over ours"),
+    )),
+    ("how many", (
+        _one("--nnodes", "N", _nodes, "use only the first N hosts", "own"),
+        _one("--nproc-per-node", "N|auto|gpu|cpu", _processes, "on each node (default: one per GPU)", "own", "nproc"),
+        _one("--device", "auto|gpu|cpu", _choice("auto", "gpu", "cpu"), "cpu: hide all GPUs from the workers"),
+        _one("--gpus", "LIST", _devices, "use these GPUs on every node, such as 0,1"),
+        _one("--omp", "N", _number(1), "OMP_NUM_THREADS (default: usable CPUs / processes)"),
+    )),
+    ("what to run", (
+        _one("-m, --module", "", _switch, "SCRIPT is a module, as in python -m", "same"),
+        _one("--no-python", "", _switch, "SCRIPT is a program to be run as it is", "same"),
+        _one("--python", "PATH", _text, "Python of the workers (default: the first on PATH)"),
+        _one("--wrap", "WORDS", _words, "put WORDS before each worker's command"),
+        _one("--role", "NAME", str, "ROLE_NAME of the workers", "same"),
+        _one("--rdzv-backend", "static", _static, "only static", "own"),
+        _one("--master-port", "PORT", _number(1, _MAX_PORT), "of the rendezvous (default: a free one)", "same"),
+        _one("--monitor-interval", "SECONDS", _some_seconds, "between two looks of torchrun at its workers", "same"),
+        _one("--event-log-handler", "NAME", str, "torchrun's event log", "same"),
+        _one("--max-restarts", "N", _number(0), "start all ranks again up to N times after a failure", "own"),
+    )),
+    ("what to record", (
+        _one("--log-dir", "DIR", str, "where output.SCRIPT.HOST.log goes (default: here)", "own"),
+        _one("-t, --tee", "0-3", _streams, "also copy 1 stdout, 2 stderr, 3 both here, lines marked [rank]", "own"),
+        _one("-r, --redirects", "0-3", _streams, "also write one log per rank", "own"),
+        _one("--local-ranks-filter", "LIST", _ranks, "copy only these local ranks with --tee", "own", "tee_ranks"),
+        _one("-v, --verbose", "", _switch, "say more; torchrun's own words go to the log"),
+        _one("--dry-run", "", _switch, "print the plan, start nothing"),
+        _one("--json", "FILE", str, "write the outcome to FILE; --dry-run --json: the plan to stdout"),
+    )),
+    ("when to give up", (
+        _one("--grace", "SECONDS", _seconds, "between TERM and KILL (default: 5 in PBS and after a failure, else 15)"),
+        _one("--connect-timeout", "SECONDS", _some_seconds, "for a node to reach the launcher (default: 5)"),
+        _one("--hello-timeout", "SECONDS", _some_seconds, "for a node to report, from its start (default: 60)"),
+        _one("--heartbeat", "SECONDS", _some_seconds, "between signs of life (default: 2)"),
+        _one("--lost-after", "SECONDS", _some_seconds, "of silence make a node lost (default: 15)"),
+    )),
 )  # fmt: skip
+OPTIONS: Final = tuple(option for _, group in GROUPS for option in group)
 
-_OURS = "this command chooses it itself; leave it out"
-_RENDEZVOUS = "the rendezvous is always static and its address, port and id are chosen anew for each launch; leave it out"
+_RENDEZVOUS: Final = "address, port and id of the rendezvous are chosen anew for each launch; leave it out"
 
 #: Options of torchrun (torch 2.1 to 2.14) that cannot mean here what they mean there, each with the way out.
-REFUSED: dict[str, tuple[bool, str]] = {
-    # name: (takes a value, why)
-    "--rdzv-endpoint": (True, _RENDEZVOUS),
-    "--rdzv-id": (True, _RENDEZVOUS),
-    "--rdzv-conf": (True, _RENDEZVOUS),
-    "--standalone": (False, "say --scheduler none to run on this machine alone"),
-    "--node-rank": (True, "start the command once per job; node ranks follow the order of the hosts"),
-    "--master-addr": (True, "the address of the first node that all others reach is found at the start; leave it out"),
-    "--local-addr": (True, _OURS),
-    "--start-method": (True, "it has no effect on programs; leave it out"),
-    "--run-path": (False, "the script runs as `python SCRIPT`; leave it out"),
-    "--logs-specs": (True, "logs are written by this command; see --log-dir, --tee and --redirects"),
-    "--duplicate-stdout-filters": (True, "not available; see --tee and --local-ranks-filter"),
-    "--duplicate-stderr-filters": (True, "not available; see --tee and --local-ranks-filter"),
-    "--numa-binding": (True, "not available in this version"),
-    "--signals-to-handle": (True, "TERM, INT and HUP stop the launch, USR1 and USR2 are forwarded; leave it out"),
-    "--shutdown-timeout": (True, "say --grace SECONDS"),
-    "--virtual-local-rank": (False, "not available; LOCAL_RANK is the rank on the node"),
+REFUSED: Final[dict[str, str]] = {
+    "--rdzv-endpoint": _RENDEZVOUS,
+    "--rdzv-id": _RENDEZVOUS,
+    "--rdzv-conf": _RENDEZVOUS,
+    "--standalone": "say --scheduler none to run on this machine alone",
+    "--node-rank": "start the command once per job; node ranks follow the order of the hosts",
+    "--master-addr": "the address of the first node that all others reach is found at the start; leave it out",
+    "--local-addr": "each node's address is found at the start; leave it out",
+    "--start-method": "it has no effect on programs; leave it out",
+    "--run-path": "the script runs as `python SCRIPT`; leave it out",
+    "--logs-specs": "logs are written by this command; see --log-dir, --tee and --redirects",
+    "--duplicate-stdout-filters": "not available; see --tee and --local-ranks-filter",
+    "--duplicate-stderr-filters": "not available; see --tee and --local-ranks-filter",
+    "--log-line-prefix-template": "not available; lines copied by --tee are marked [rank]",
+    "--numa-binding": "not available in this version; leave it out",
+    "--signals-to-handle": "TERM, INT and HUP stop the launch, USR1 and USR2 are forwarded; leave it out",
+    "--shutdown-timeout": "say --grace SECONDS",
+    "--virtual-local-rank": "not available; LOCAL_RANK is the rank on the node",
 }
 
 
@@ -200,35 +234,35 @@ class Options:
 
     target: str = ""
     arguments: tuple[str, ...] = ()
-    hosts: Optional[str] = None
-    hostfile: Optional[str] = None
-    simulate: Optional[tuple[int, int]] = None
-    scheduler: Optional[str] = None
-    transport: Optional[str] = None
+    hosts: str | None = None
+    hostfile: str | None = None
+    simulate: tuple[int, int] | None = None
+    scheduler: str | None = None
+    transport: str | None = None
     ssh_options: tuple[str, ...] = ()
-    nnodes: Optional[int] = None
-    nproc: object = None
+    nnodes: int | None = None
+    nproc: int | str | None = None
     device: str = "auto"
-    gpus: Optional[str] = None
-    omp: Optional[int] = None
+    gpus: str | None = None
+    omp: int | None = None
     module: bool = False
     no_python: bool = False
-    python: Optional[str] = None
+    python: str | None = None
     wrap: tuple[str, ...] = ()
-    role: Optional[str] = None
+    role: str | None = None
     rdzv_backend: str = "static"
-    master_port: Optional[int] = None
-    monitor_interval: Optional[float] = None
-    event_log_handler: Optional[str] = None
+    master_port: int | None = None
+    monitor_interval: float | None = None
+    event_log_handler: str | None = None
     max_restarts: int = 0
-    log_dir: Optional[str] = None
+    log_dir: str | None = None
     tee: int = 0
     redirects: int = 0
     tee_ranks: tuple[int, ...] = ()
     verbose: bool = False
     dry_run: bool = False
-    json: Optional[str] = None
-    grace: Optional[float] = None
+    json: str | None = None
+    grace: float | None = None
     connect_timeout: float = 5.0
     hello_timeout: float = 60.0
     heartbeat: float = 2.0
@@ -237,22 +271,10 @@ class Options:
     wants_version: bool = False
 
 
-USAGE = "torchrun_nccl.sh [OPTIONS] SCRIPT [ARGUMENTS]"
-_BY_NAME = {name: option for option in OPTIONS for name in option.names}
-
-
-def _resolve(name: str) -> str:
-    """The full name of an option typed with underscores or cut short, as torchrun allows both."""
-    plain = "--" + name[2:].replace("_", "-") if name.startswith("--") else name
-    known = [*_BY_NAME, *REFUSED, "--help", "-h", "--version"]
-    if plain in known:
-        return plain
-    found = [full for full in known if full.startswith(plain)] if plain.startswith("--") and len(plain) > 2 else []
-    if len(found) == 1:
-        return found[0]
-    if found:
-        raise UsageError(f"option {name} could be {', '.join(found)}; say which")
-    raise UsageError(f"unknown option {name}; options of this command stand before SCRIPT, see --help")
+USAGE: Final = "torchrun_nccl.sh [OPTIONS] SCRIPT [ARGUMENTS]"
+_BY_NAME: Final = {name: option for option in OPTIONS for name in option.names}
+_KNOWN: Final = (*_BY_NAME, *REFUSED, "--help", "-h", "--version")
+_TORCHRUNS: Final = {*(name for name, option in _BY_NAME.items() if option.like), *REFUSED, "--help", "-h"}
 
 
 def parse(argv: Sequence[str]) -> Options:
@@ -265,51 +287,108 @@ def parse(argv: Sequence[str]) -> Options:
     values: dict[str, Any] = {}
     while words and words[0].startswith("-") and words[0] not in ("-", "--"):
         _take_option(words, values)
+        if values.get("wants_help") or values.get("wants_version"):
+            return Options(**values)
     if words and words[0] == "--":
         words.pop(0)
-    if values.get("wants_help") or values.get("wants_version"):
-        return Options(**values)
-    if values.get("json") == "" and not values.get("dry_run"):
-        raise UsageError("--json needs a FILE to write the outcome to (without FILE it goes with --dry-run)")
-    if values.get("module") and values.get("no_python"):
-        raise UsageError("-m and --no-python exclude each other")
     if not words:
-        raise UsageError(f"no SCRIPT given: {USAGE}")
+        raise UsageError(f"no SCRIPT given: {USAGE}; see --help")
     if words[0] in ("-", ""):
         raise UsageError(f'SCRIPT is "{words[0]}": give a file, a module with -m, or a program with --no-python')
-    return Options(target=words[0], arguments=tuple(words[1:]), **values)
+    options = Options(target=words[0], arguments=tuple(words[1:]), **values)
+    _check_together(options)
+    return options
 
 
 def _take_option(words: list[str], values: dict[str, Any]) -> None:
     word = words.pop(0)
-    if word.startswith("--"):
-        typed, has_value, value = word.partition("=")
-    else:
-        typed, value = word[:2], word[2:].removeprefix("=")
-        has_value = "=" if value else ""
+    typed, has_value, value = _cut(word)
     name = _resolve(typed)
     if name in ("--help", "-h", "--version"):
         values["wants_version" if name == "--version" else "wants_help"] = True
         return
     if name in REFUSED:
-        raise UsageError(f"{typed}: {REFUSED[name][1]}")
+        raise UsageError(f"{typed}: {REFUSED[name]}")
     option = _BY_NAME[name]
-    if option.is_switch:
-        if has_value:
-            raise UsageError(f"{typed} takes no value, but got {value!r}")
-        values[option.field] = True
-        return
-    if not has_value:
-        if option.field == "json" and (values.get("dry_run") or not words or words[0].startswith("-")):
-            value = ""
-        elif not words:
-            raise UsageError(f"{typed} needs a value: {option.metavar}")
-        else:
-            value = words.pop(0)
+    if option.is_switch and has_value:
+        raise UsageError(f'{typed} takes no value, but got "{value}"')
+    if not option.is_switch and not has_value:
+        value = _next_value(option, typed, words, bool(values.get("dry_run")))
     try:
         values[option.field] = option.read(value)
     except ValueError as error:
-        raise UsageError(f"{typed} {value!r} is not {error}") from None
+        raise UsageError(f'{typed}: "{value}" is not {error}') from None
+
+
+def _cut(word: str) -> tuple[str, bool, str]:
+    """The option as typed, whether a value is joined to it, and that value: --tee=3, -t3, -t=3."""
+    if word.startswith("--"):
+        typed, sign, value = word.partition("=")
+        return typed, bool(sign), value
+    return word[:2], len(word) > len("-t"), word[2:].removeprefix("=")
+
+
+def _resolve(typed: str) -> str:
+    """The full name of an option typed with underscores or cut short, as torchrun allows both."""
+    name = typed.replace("_", "-") if typed.startswith("--") else typed
+    if name in _KNOWN:
+        return name
+    found = [full for full in _KNOWN if full.startswith(name)] if name.startswith("--") and name != "--" else []
+    # What torchrun takes for an abbreviation of its own keeps that meaning: --t is --tee, beside our --transport.
+    for choice in ([full for full in found if full in _TORCHRUNS], found):
+        if len(choice) == 1:
+            return choice[0]
+    if found:
+        raise UsageError(f"option {typed} could be {', '.join(found)}; say which")
+    raise UsageError(f"unknown option {typed}; options of this command stand before SCRIPT, see --help")
+
+
+def _next_value(option: Option, typed: str, words: list[str], is_dry_run: bool) -> str:
+    """The word that follows; an option in its place means that the value was forgotten."""
+    is_free = option.read is not _words  # words for another program may well begin with -
+    if option.field == "json" and (is_dry_run or not words or _is_option(words[0])):
+        return ""
+    if not words:
+        raise UsageError(f"{typed} needs a value: {option.metavar}")
+    if is_free and _is_option(words[0]):
+        raise UsageError(
+            f"{typed} needs a value ({option.metavar}), but {words[0]} follows; "
+            f"if that is the value, write {typed}={words[0]}"
+        )
+    return words.pop(0)
+
+
+def _is_option(word: str) -> bool:
+    return word.startswith("--") or (word[:1] == "-" and word[:2] in _KNOWN)
+
+
+def _check_together(options: Options) -> None:
+    """What each option allows, but not all of them together."""
+    if options.json == "" and not options.dry_run:
+        raise UsageError("--json needs a FILE to write the outcome to (without FILE it goes with --dry-run)")
+    if options.module and options.no_python:
+        raise UsageError("-m and --no-python exclude each other: SCRIPT is a module or a program")
+    if options.simulate and options.nproc is not None:
+        nodes, processes = options.simulate
+        raise UsageError(f"--simulate {nodes}x{processes} says how many processes; leave --nproc-per-node out")
+    devices = {
+        "--device cpu": options.device == "cpu",
+        "--device gpu": options.device == "gpu",
+        "--nproc-per-node cpu": options.nproc == "cpu",
+        "--nproc-per-node gpu": options.nproc == "gpu",
+        "--gpus": options.gpus is not None,
+    }
+    said = [name for name, is_said in devices.items() if is_said]
+    if len({name.endswith("cpu") for name in said}) > 1:
+        raise UsageError(f"{' and '.join(said)} contradict each other; leave one out")
+    if options.lost_after <= 2 * options.heartbeat:
+        raise UsageError(
+            f"--lost-after {options.lost_after:g} is too short for --heartbeat {options.heartbeat:g}: "
+            f"give more than {2 * options.heartbeat:g}"
+        )
+
+
+_COLUMN: Final = 33
 
 
 def help_text() -> str:
@@ -324,28 +403,39 @@ def help_text() -> str:
         "",
         "Each node writes output.SCRIPT.HOST.log into the working directory. All words after SCRIPT are the script's.",
     ]
-    for group in dict.fromkeys(option.group for option in OPTIONS):
-        lines += ["", f"{group}:"]
-        for option in OPTIONS:
-            if option.group == group:
-                head = ", ".join(option.names) + (f" {option.metavar}" if option.metavar else "")
-                lines.append(f"  {head:<30} {option.text}" if len(head) < 30 else f"  {head}\n{'':33}{option.text}")
-    lines += ["", "others:", f"  {'-h, --help':<30} this text", f"  {'--version':<30} the version", "", "environment:"]
-    lines += [f"  {name:<30} {text}" for name, text in VARIABLES]
-    lines += ["", "signals: " + SIGNALS, "", "exit codes:"]
-    lines += [f"  {code:<30} {text}" for code, text in EXIT_CODES]
-    lines += ["", "Options of torchrun are taken in either spelling, --nproc-per-node or --nproc_per_node; these are refused, with the",
-              "reason: " + ", ".join(sorted(REFUSED)) + "."]  # fmt: skip
+    for title, group in GROUPS:
+        lines += ["", f"{title}:"]
+        lines += [_row(f"{', '.join(one.names)} {one.metavar}".rstrip(), one.text) for one in group]
+    lines += ["", "others:", _row("-h, --help", "this text"), _row("--version", "the version")]
+    lines += ["", "environment:", *(_row(name, text) for name, text in VARIABLES)]
+    lines += ["", "signals:", *(_row(names, text) for names, text in SIGNALS)]
+    lines += ["", "exit codes:", *(_row(code, text) for code, text in EXIT_CODES)]
+    lines += [
+        "",
+        "Options of torchrun are taken in either spelling, --nproc-per-node or --nproc_per_node, and cut short.",
+    ]
+    lines += ["Refused, because they cannot mean here what they mean there:"]
+    lines += [_row(name, text) for name, text in sorted(REFUSED.items())]
     return "\n".join(lines) + "\n"
 
 
-#: Every variable of the user's that changes what this command does.
-VARIABLES: tuple[tuple[str, str], ...] = (
+def _row(head: str, text: str) -> str:
+    return f"  {head:<{_COLUMN - 1}} {text}"
+
+
+#: Variables that change what this command does.
+VARIABLES: Final[tuple[tuple[str, str], ...]] = (
     ("TORCHRUN_NCCL_PYTHON", "Python that runs this command itself (3.9 or newer)"),
     ("MASTER_PORT", "rendezvous port, as --master-port"),
     ("OMP_NUM_THREADS", "kept as it is, unless PBS set it (equal to NCPUS)"),
+    ("CUDA_VISIBLE_DEVICES", "changed in the job script: for all nodes if it holds small numbers; also HIP_, ROCR_"),
+    ("GLOO_SOCKET_IFNAME", "kept as it is; else the interface of each node's own address; also TP_"),
+    ("TORCHRUN_NCCL_KEY", "of this command's own, as TORCHRUN_NCCL_AGENT: leave them unset"),
 )
-SIGNALS = "TERM, INT and HUP stop all ranks (TERM, grace, KILL), a second INT at once; USR1 and USR2 go to all ranks."
+SIGNALS: Final[tuple[tuple[str, str], ...]] = (
+    ("TERM, INT, HUP", "stop all ranks: TERM, grace, KILL; a second INT: KILL at once"),
+    ("USR1, USR2", "go to all ranks"),
+)
 
 
 def signal_name(number: int) -> str:
@@ -357,4 +447,3 @@ def signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
-

@@ -22,7 +22,9 @@ _ECHOES = re.compile(
     r"|terminate called without an active exception",
 )
 #: The last line of a traceback: ``ValueError: boom``, ``torch.OutOfMemoryError: CUDA out of memory``, ``KeyboardInterrupt``.
-_EXCEPTION = re.compile(r"^(?:\[rank\d+\]:\s*)?([A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit|Warning|Failure|Timeout))(?::|$)(.*)", re.M)
+_EXCEPTION = re.compile(
+    r"^(?:\[rank\d+\]:\s*)?([A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit|Warning|Failure|Timeout))(?::|$)(.*)", re.M
+)
 _TRACEBACK = "Traceback (most recent call last)"
 EXCERPT_BYTES = 8192
 
@@ -140,7 +142,9 @@ def first_failure(attempt: Attempt) -> Optional[Cause]:
     if engines:
         return Cause("internal", INTERNAL, node=engines[0], message=engines[0].why)
     early = min(
-        (end for end in attempt.ranks if end.code == 0 and not end.asked and end.ms < first_echo_ms), key=lambda end: end.ms, default=None
+        (end for end in attempt.ranks if end.code == 0 and not end.asked and end.ms < first_echo_ms),
+        key=lambda end: end.ms,
+        default=None,
     )
     for node in lost:
         if node.ms is None or node.ms <= first_echo_ms or not echoes:

@@ -105,14 +105,25 @@ def make_plan(options: Options, allocation: Allocation, context: Context) -> Pla
     env = dict(context.environment)
     hosts = _hosts(options, allocation)
     here = [
-        allocation.scheduler in ("simulate", "local") or transports.is_name_of_here(h.name, context.own_names, context.hostname)
+        allocation.scheduler in ("simulate", "local")
+        or transports.is_name_of_here(h.name, context.own_names, context.hostname)
         for h in hosts
     ]
     choice = transports.choose(allocation, options.transport, not all(here), context.find)
     names = short_names([host.name for host in hosts])
     label = options.target if options.module else transports.basename(options.target)
     nodes = tuple(
-        _node(options, allocation, context, choice, index, host, is_here, name, _log_name(label, name, allocation.array_index))
+        _node(
+            options,
+            allocation,
+            context,
+            choice,
+            index,
+            host,
+            is_here,
+            name,
+            _log_name(label, name, allocation.array_index),
+        )
         for index, (host, is_here, name) in enumerate(zip(hosts, here, names))
     )
     port, port_source = _master_port(options, env)
@@ -139,7 +150,8 @@ def make_plan(options: Options, allocation: Allocation, context: Context) -> Pla
         scheduler_devices=_only(context.scheduler_environment, environment.DEVICE_NAMES),
         gpus=options.gpus,
         device="cpu" if options.nproc == "cpu" else "gpu" if options.nproc == "gpu" else options.device,
-        is_nproc_explicit=isinstance(options.nproc, int) or all(node.nproc for node in nodes) and allocation.scheduler in _SLOTS_ARE_PROCESSES,
+        is_nproc_explicit=isinstance(options.nproc, int)
+        or (all(node.nproc for node in nodes) and allocation.scheduler in _SLOTS_ARE_PROCESSES),
         simulate=bool(options.simulate),
         omp=options.omp,
         user_omp=user_omp,
@@ -176,7 +188,9 @@ def _node(
 ) -> NodePlan:  # fmt: skip
     local = transports.TRANSPORTS["local"]
     transport = local if is_here and options.transport is None else choice.transport
-    door = transports.door_words(context.runner, context.door, context.launch_id, index, transport, options.connect_timeout)
+    door = transports.door_words(
+        context.runner, context.door, context.launch_id, index, transport, options.connect_timeout
+    )
     if transport.name == "ssh":
         transports.check_remote_words(door)
     words = (*transport.start(choice.program, host, options.ssh_options), *door)
@@ -241,7 +255,11 @@ def _only(pairs: Pairs, names: tuple[str, ...]) -> Pairs:
 
 
 def _torchrun_extra(options: Options) -> Words:
-    given = (("--role", options.role), ("--monitor-interval", options.monitor_interval), ("--event-log-handler", options.event_log_handler))
+    given = (
+        ("--role", options.role),
+        ("--monitor-interval", options.monitor_interval),
+        ("--event-log-handler", options.event_log_handler),
+    )
     return tuple(f"{name}={value}" for name, value in given if value is not None)
 
 
@@ -287,7 +305,10 @@ def to_text(plan: Plan) -> str:
         ("directory", plan.directory),
         ("python", plan.python),
         ("target", shlex.join(plan.argv)),
-        ("processes", "CPUs only" if plan.device == "cpu" else "one per GPU" if not plan.is_nproc_explicit else "as given"),
+        (
+            "processes",
+            "CPUs only" if plan.device == "cpu" else "one per GPU" if not plan.is_nproc_explicit else "as given",
+        ),
         ("grace", f"{plan.grace:g} s after TERM, {plan.failure_grace:g} s after a failure"),
         ("environment", f"{len(plan.environment)} variables carried" + _settings_found(plan)),
         *(("warning", text) for text in plan.warnings),
@@ -307,7 +328,9 @@ def to_text(plan: Plan) -> str:
 
 def _settings_found(plan: Plan) -> str:
     """Which tuning variables are exported: one that was assigned but not exported is easily missed."""
-    names = sorted(name for name, _ in plan.environment if name.startswith(("NCCL_", "GLOO_", "TORCH_", "RCCL_", "FI_")))
+    names = sorted(
+        name for name, _ in plan.environment if name.startswith(("NCCL_", "GLOO_", "TORCH_", "RCCL_", "FI_"))
+    )
     return f", among them {', '.join(names)}" if names else ""
 
 
@@ -319,7 +342,14 @@ def _by_hand(plan: Plan, node: NodePlan) -> str:
     """What a person could type on each node; the port stands for any free one, processes not known yet for all GPUs."""
     address = plan.nodes[0].host.rpartition("@")[2] if plan.transport != "local" else "127.0.0.1"
     words = torchrun_words(
-        plan.python, len(plan.nodes), node.index, node.nproc or 0, address, plan.master_port or 29500, plan.launch_id, plan.torchrun
+        plan.python,
+        len(plan.nodes),
+        node.index,
+        node.nproc or 0,
+        address,
+        plan.master_port or 29500,
+        plan.launch_id,
+        plan.torchrun,
     )
     shown = tuple("--nproc-per-node=gpu" if word == "--nproc-per-node=0" else word for word in words)
     return shlex.join((*shown, "--no-python", *plan.argv))

@@ -21,7 +21,11 @@ def header(plan: Plan, agreement: Agreement) -> str:
     """
     counts = [node.nproc for node in agreement.nodes]
     nodes = "1 node" if len(counts) == 1 else f"{len(counts)} nodes"
-    each = f"{counts[0]}" if len(set(counts)) == 1 else "(" + "+".join(map(str, counts[:16])) + ("+…" if len(counts) > 16 else "") + ")"
+    each = (
+        f"{counts[0]}"
+        if len(set(counts)) == 1
+        else "(" + "+".join(map(str, counts[:16])) + ("+…" if len(counts) > 16 else "") + ")"
+    )
     job = f"{plan.scheduler.upper() if plan.scheduler == 'pbs' else plan.scheduler} {'job ' + plan.job_id if plan.job_id else ''}".strip()
     by = "" if plan.transport == "local" else f" by {plan.transport}"
     return (

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Optional
 
 from .allocation import Allocation, Host
 from .errors import Refused, UsageError
@@ -43,8 +41,9 @@ def _ssh(program: str, host: Host, options: Words) -> Words:
     # Whatever the user's ssh_config says, this must be one quiet command whose stdin and stdout are the channel.
     return (
         program, *options, "-T", "-x", "-a", "-S", "none",
-        "-oBatchMode=yes", "-oControlMaster=no", "-oConnectTimeout=5", "-oRemoteCommand=none", "-oClearAllForwardings=yes",
-        "-oPermitLocalCommand=no", "-oIgnoreUnknown=StdinNull,ForkAfterAuthentication,SessionType",
+        "-oBatchMode=yes", "-oControlMaster=no", "-oConnectTimeout=5", "-oRemoteCommand=none",
+        "-oClearAllForwardings=yes", "-oPermitLocalCommand=no",
+        "-oIgnoreUnknown=StdinNull,ForkAfterAuthentication,SessionType",
         "-oStdinNull=no", "-oForkAfterAuthentication=no", "-oSessionType=default", host.name, "exec",
     )  # fmt: skip
 
@@ -69,6 +68,7 @@ PREFERRED: dict[str, tuple[str, ...]] = {
 }
 #: Where PBS lives when its bin folder is not on PATH.
 PBS_FOLDERS = ("$PBS_EXEC/bin", "/opt/pbs/bin", "/opt/pbs/default/bin", "/usr/local/bin")
+_FOLDERS_SEARCHED = f", nor in {', '.join(PBS_FOLDERS)}"
 
 
 @dataclass(frozen=True)
@@ -78,33 +78,46 @@ class Choice:
     why: str
 
 
-def choose(
-    allocation: Allocation, asked: Optional[str], needed: bool, find: Callable[[str], Optional[str]]
-) -> Choice:
-    """The transport for nodes that are not here. `find` gives the path of a program, or None; `needed`: any such node?"""
+def choose(allocation: Allocation, asked: str | None, needed: bool, find: Callable[[str], str | None]) -> Choice:
+    """The transport for nodes that are not here.
+
+    needed: whether there is any such node. find: gives the path of a program, or None.
+    """
     if asked is not None:
-        if asked not in TRANSPORTS:
-            raise UsageError(f"--transport {asked}: no such transport; there are {', '.join(TRANSPORTS)}")
-        transport = TRANSPORTS[asked]
-        program = find(transport.program) if transport.program else ""
-        if program is None:
-            raise Refused(f"--transport {asked}: {transport.program} is not on PATH")
-        return Choice(transport, program, "asked for by --transport")
-    names = PREFERRED[allocation.scheduler]
+        return _asked(allocation, asked, find)
     if not needed:
         return Choice(TRANSPORTS["local"], "", "every node is on this machine")
-    missing = []
-    for name in names:
-        transport = TRANSPORTS[name]
-        program = find(transport.program) if transport.program else ""
+    missing: list[str] = []
+    for name in PREFERRED[allocation.scheduler]:
+        program = find(TRANSPORTS[name].program)
         if program is not None:
-            why = f"found {program}" if program else "every node is on this machine"
-            return Choice(transport, program, why + (f"; no {', '.join(missing)} on PATH" if missing else ""))
-        missing.append(transport.program)
-    raise Refused(f"no way to start the other nodes: none of {', '.join(missing)} is on PATH")
+            passed_over = f"; no {', '.join(missing)} on PATH" if missing else ""
+            return Choice(TRANSPORTS[name], program, f"found {program}{passed_over}")
+        missing.append(TRANSPORTS[name].program)
+    raise Refused(
+        f"no way to start the other nodes: {' or '.join(missing)} is needed, but not on PATH"
+        f"{_FOLDERS_SEARCHED if allocation.scheduler == 'pbs' else ''}"
+    )
 
 
-def door_words(runner: str, door: str, launch_id: str, index: int, transport: Transport, connect_timeout: float) -> Words:
+def _asked(allocation: Allocation, name: str, find: Callable[[str], str | None]) -> Choice:
+    if name not in TRANSPORTS:
+        raise UsageError(f'--transport: "{name}" is none of {", ".join(TRANSPORTS)}')
+    transport = TRANSPORTS[name]
+    if name == "pbsdsh" and allocation.scheduler != "pbs":
+        raise UsageError(
+            f"--transport pbsdsh counts the lines of a PBS job's host list, but {allocation.why}; take another"
+        )
+    program = find(transport.program) if transport.program else ""
+    if program is None:
+        searched = _FOLDERS_SEARCHED if name.startswith("pbs") else ""
+        raise Refused(f"--transport {name}: {transport.program} is not on PATH{searched}")
+    return Choice(transport, program, "asked for by --transport")
+
+
+def door_words(
+    runner: str, door: str, launch_id: str, index: int, transport: Transport, connect_timeout: float
+) -> Words:
     """What runs on the node, whatever started it."""
     where = LISTENER if transport.is_tcp else "stdio"
     return (runner, "-I", "-S", "-B", door, f"{launch_id}.{index}", where, f"{connect_timeout:g}")
@@ -126,16 +139,13 @@ def check_remote_words(words: Sequence[str]) -> None:
 def is_name_of_here(name: str, own_names: frozenset[str], hostname: str) -> bool:
     """Whether a scheduler's name means this machine: equal, or one is the other's short form.
 
+    A name with a user is reached through ssh even if it is here: the work may be another user's.
+
     >>> is_name_of_here("n1.site.org", frozenset(), "n1"), is_name_of_here("n1.a.org", frozenset(), "n1.b.org")
     (True, False)
     """
-    host = name.rpartition("@")[2]
-    if host in own_names or host == hostname:
+    if name in own_names or name == hostname:
         return True
-    short, _, domain = host.partition(".")
+    short, _, domain = name.partition(".")
     own_short, _, own_domain = hostname.partition(".")
     return short == own_short and not short.isdigit() and (not domain or not own_domain)
-
-
-def basename(path: str) -> str:
-    return os.path.basename(path.rstrip("/"))

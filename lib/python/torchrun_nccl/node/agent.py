@@ -8,12 +8,10 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import shutil
 import signal
 import socket
 import struct
 import sys
-import tempfile
 import time
 from typing import Callable, NoReturn, Optional
 
@@ -118,7 +116,7 @@ class Agent:
         try:
             self._reach_listener = facts.listen_on(ports[0])
         except (OSError, IndexError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "none found"
+            reason = os.strerror(error.errno or 0) if isinstance(error, OSError) else "none found"
             found["errors"].append(f"port {given or ''} for the rendezvous: {reason} ({self._job['master_port_source']})")
             return []
         listener = self._reach_listener
@@ -201,10 +199,12 @@ class Agent:
         return address
 
     def _make_folder(self) -> None:
-        """torchrun's own temporary files, gone with us whatever it leaves."""
+        """For torchrun's own temporary files; gone with us, or with the door, whatever torchrun leaves."""
         if not self._folder:
             with contextlib.suppress(OSError):
-                self._folder = tempfile.mkdtemp(prefix=f"torchrun_nccl-{self.launch_id[-12:]}-")
+                folder = processes.launch_folder(self.launch_id, self.index)
+                os.mkdir(folder, 0o700)
+                self._folder = folder
 
     def _spawn_engine(self, words: tuple[str, ...], variables: dict[str, str]) -> None:
         reader, writer = os.pipe()
@@ -438,7 +438,7 @@ class Agent:
 
     def _remove_folder(self) -> None:
         if self._folder:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            processes.remove_launch_folder(self.launch_id, self.index)
 
 
 class Reach:

@@ -130,6 +130,7 @@ def main(arguments: list[str]) -> NoReturn:
     processes.become_subreaper()
     code = _mind_agent(launch_id, index, reader, writer)
     processes.kill_tree(os.getpid())
+    processes.remove_launch_folder(launch_id, index)
     os._exit(code)
 
 

@@ -186,7 +186,7 @@ def ask_python(python: str, environment: dict[str, str]) -> dict[str, Any]:
             return answer
     except (ValueError, IndexError):
         pass
-    return {"error": f"no answer in {PYTHON_SECONDS:.0f} s" if not ready else text[-400:] or f"it ended with status {status}"}
+    return {"error": f"no answer in {PYTHON_SECONDS:.0f} s" if not ready else text[-400:] or f"it ended with {os.waitstatus_to_exitcode(status)}"}
 
 
 def listen_on(port: int) -> socket.socket:

@@ -174,3 +174,14 @@ def kill_marked(mark: Iterable[bytes]) -> None:
 def launch_mark(launch_id: str, node_rank: int) -> tuple[bytes, bytes]:
     """What torchrun itself puts into the environment of each worker of this node of this launch."""
     return f"TORCHELASTIC_RUN_ID={launch_id}".encode(), f"GROUP_RANK={node_rank}".encode()
+
+
+def launch_folder(launch_id: str, index: int) -> str:
+    """The one folder a node's part of a launch may make in node-local scratch."""
+    return f"{os.environ.get('TMPDIR') or '/tmp'}/torchrun_nccl-{launch_id}-{index}"
+
+
+def remove_launch_folder(launch_id: str, index: int) -> None:
+    import shutil  # 20 ms, and only ends need it
+
+    shutil.rmtree(launch_folder(launch_id, index), ignore_errors=True)

@@ -1,0 +1,154 @@
+"""One node as the launcher sees it while it runs: its transport's process and its channel."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from typing import IO, Optional
+
+from . import channel
+from .agreement import NodeFacts
+from .channel import Channel, Heart
+from .environment import Pairs
+from .loop import Loop, Timer
+from .plan import NodePlan
+from .transports import LISTENER, basename
+
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+SAID_BYTES = 2000
+END_SECONDS = 1.0
+
+_libc = ctypes.CDLL(None)
+
+
+class Node:
+    def __init__(self, plan: NodePlan) -> None:
+        self.plan = plan
+        self.is_tcp = LISTENER in plan.words
+        self.process: Optional[subprocess.Popen[bytes]] = None
+        self.channel: Optional[Channel] = None
+        self.heart: Optional[Heart] = None
+        self.deadline: Optional[Timer] = None
+        self.facts: Optional[NodeFacts] = None
+        self.reached: dict[str, str] = {}
+        self.is_over = False
+        # A file, not a pipe: nobody needs to read it while the transport runs.
+        self._words: Optional[IO[bytes]] = None
+
+    @property
+    def index(self) -> int:
+        return self.plan.index
+
+    @property
+    def host(self) -> str:
+        return self.plan.host
+
+    def spawn(self, addresses: str, environment: Pairs) -> None:
+        """Start the transport, with its stdin and stdout as pipes where they are the channel. Raises OSError."""
+        self._words = tempfile.TemporaryFile()
+        self.process = subprocess.Popen(
+            [addresses if word == LISTENER else word for word in self.plan.words],
+            stdin=subprocess.DEVNULL if self.is_tcp else subprocess.PIPE,
+            stdout=self._words if self.is_tcp else subprocess.PIPE,
+            stderr=self._words,
+            cwd="/",
+            env=dict(environment),
+            preexec_fn=_preparer(os.getpid()),
+        )
+
+    def take_pipes(self) -> tuple[int, int]:
+        """The descriptors of a transport whose stdin and stdout are the channel: to read, to write."""
+        process = self.process
+        assert process and process.stdin and process.stdout
+        found = os.dup(process.stdout.fileno()), os.dup(process.stdin.fileno())
+        process.stdout.close()
+        process.stdin.close()
+        return found
+
+    def said(self) -> str:
+        """The last line the transport printed, for a message."""
+        if self._words is None:
+            return ""
+        end = self._words.seek(0, os.SEEK_END)
+        self._words.seek(max(0, end - SAID_BYTES))
+        lines = self._words.read().decode(errors="replace").strip().splitlines()
+        return f": {lines[-1]}" if lines else ""
+
+    def starter(self) -> str:
+        """The program that was to start the door, for a message."""
+        return basename(self.plan.words[0]) if self.plan.transport != "local" else "its process"
+
+    def close(self) -> None:
+        """No more of this node; its transport does not end by itself, so it is killed at once."""
+        self.is_over = True
+        if self.deadline:
+            self.deadline.cancel()
+        if self.heart:
+            self.heart.stop()
+        if self.channel:
+            self.channel.close()
+
+    def kill_transport(self) -> None:
+        if self.process and self.process.poll() is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+
+
+class Greeting:
+    """Reads a pipe until the door's greeting; drops all that a login shell's start-up files print before it."""
+
+    def __init__(
+        self, loop: Loop, reader: int, done: Callable[[str, int, bytes], None], failed: Callable[[str], None]
+    ) -> None:
+        self._loop, self._reader, self._done, self._failed = loop, reader, done, failed
+        self._seen = bytearray(b"\n")
+        os.set_blocking(reader, False)
+        loop.watch(reader, self._read)
+
+    def _read(self) -> None:
+        data = b""
+        with contextlib.suppress(OSError):
+            data = os.read(self._reader, 65536)
+        self._seen += data
+        try:
+            found = channel.split_greeting(bytes(self._seen))
+        except ValueError:
+            found = None
+        if found is not None:
+            self._loop.forget(self._reader)
+            self._done(*found)
+        elif not data or len(self._seen) > channel.CHATTER_LIMIT:
+            self._loop.forget(self._reader)
+            self._failed("ended before the node answered" if not data else "printed 1 MB instead of an answer")
+
+
+def end_transports(nodes: Iterable[Node]) -> None:
+    """After the goodbye a transport ends by itself in milliseconds; one that does not is killed."""
+    for act in (lambda node: None, Node.kill_transport):
+        deadline = time.monotonic() + END_SECONDS
+        for node in nodes:
+            act(node)
+        for node in nodes:
+            if node.process:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    node.process.wait(max(0.0, deadline - time.monotonic()))
+
+
+def _preparer(parent: int) -> Callable[[], None]:
+    """Runs in the forked transport: a process group of its own, so that ^C and our stop do not race; TERM with our death."""
+
+    def prepare() -> None:
+        os.setpgid(0, 0)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+            signal.signal(number, signal.SIG_DFL)
+        _libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+        if os.getppid() != parent:
+            os._exit(1)
+
+    return prepare
