@@ -28,7 +28,7 @@ NEVER_IN_PURE = [
 ONLY = [
     (["subprocess", "multiprocessing", "os.system", "os.popen"], ["nodes.py"]),
     (["os.fork*", "os.exec*", "os.spawn*", "os.posix_spawn*"], ["node/processes.py", "node/door.py"]),
-    (["os.environ*", "os.getenv"], ["cli.py", "node/door.py", "node/agent.py", "node/facts.py", "node/starter.py"]),
+    (["os.environ*", "os.getenv"], ["cli.py", "node/*.py"]),
     (["print", "input", "sys.stdout", "sys.stderr", "sys.stdin"], ["cli.py"]),
     (["sys.argv"], ["__main__.py", "node/door.py"]),
     (["sys.exit", "exit", "quit"], ["node/door.py", "node/starter.py"]),

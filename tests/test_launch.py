@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import COMMAND, ROOT, Running, job_environment
+from conftest import COMMAND, Running, job_environment
 
 Start = Callable[..., Running]
 Script = Callable[..., str]
@@ -60,11 +60,20 @@ def test_environment_directory_limits_and_umask_are_the_callers(start: Start, sc
         "pairs = [e.split(b'=', 1) for e in open('/proc/self/environ', 'rb').read().split(b'\\0') if e]\n"
         "seen = {k.decode('latin-1'): v.decode('latin-1') for k, v in pairs}\n"
         "os.umask(umask := os.umask(0))\n"
-        "json.dump({'env': seen, 'cwd': os.getcwd(), 'umask': umask, 'files': resource.getrlimit(resource.RLIMIT_NOFILE)[0],\n"
+        "json.dump({'env': seen, 'cwd': os.getcwd(), 'umask': umask,\n"
+        "  'files': resource.getrlimit(resource.RLIMIT_NOFILE)[0],\n"
         "  'stdin': os.readlink('/proc/self/fd/0'), 'python': sys.executable}, open(f'env.{seen[\"RANK\"]}', 'w'))"
     )
-    odd = {"A.B": "dots", "BASH_FUNC_f%%": "() {  echo hi\n}", "LATIN": "\udce9", "EMPTY": "", "MULTI": "l1\nl2=x", "NCCL_DEBUG": "WARN"}
-    stale = {"RANK": "5", "WORLD_SIZE": "99", "LOCAL_RANK": "9", "MASTER_ADDR": "x", "PET_NNODES": "2", "PET_NPROC_PER_NODE": "8",
+    odd = {
+        "A.B": "dots",
+        "BASH_FUNC_f%%": "() {  echo hi\n}",
+        "LATIN": "\udce9",
+        "EMPTY": "",
+        "MULTI": "l1\nl2=x",
+        "NCCL_DEBUG": "WARN",
+    }
+    stale = {"RANK": "5", "WORLD_SIZE": "99", "LOCAL_RANK": "9", "MASTER_ADDR": "x", "PET_NNODES": "2",
+             "PET_NPROC_PER_NODE": "8",
              "OMPI_COMM_WORLD_SIZE": "8", "PMI_RANK": "3", "PALS_RANKID": "1", "PYTHON_EXEC": "/bin/false"}  # fmt: skip
     kept = {"PYTHONPATH": "/nowhere:", "PYTHON_EXEC": "/bin/false", "LD_LIBRARY_PATH": "/nowhere"}
     run = subprocess.Popen(
@@ -93,7 +102,10 @@ def test_environment_directory_limits_and_umask_are_the_callers(start: Start, sc
 
 
 def test_each_node_has_its_log_and_nothing_goes_to_stdout(start: Start, script: Script) -> None:
-    run = start(*TWO_BY_TWO, script("import os, sys\nprint('OUT', os.environ['RANK'])\nprint('ERR', file=sys.stderr)\nos.abort()", "t.py"))
+    run = start(
+        *TWO_BY_TWO,
+        script("import os, sys\nprint('OUT', os.environ['RANK'])\nprint('ERR', file=sys.stderr)\nos.abort()", "t.py"),
+    )
     assert run.wait() == 134
     logs = run.logs()
     assert sorted(logs) == [f"output.t.py.{HOST}-sim0.log", f"output.t.py.{HOST}-sim1.log"]
@@ -120,7 +132,10 @@ def test_modules_programs_and_wrappers(
 
 
 def test_exit_code_host_rank_and_last_words_of_the_first_failure(start: Start, script: Script) -> None:
-    name = script(TOGETHER + "together()\nif rank == 3:\n  sys.stderr.write('a reason\\nthe last line\\n'); sys.exit(7)\ntime.sleep(300)")
+    name = script(
+        TOGETHER
+        + "together()\nif rank == 3:\n  sys.stderr.write('a reason\\nthe last line\\n'); sys.exit(7)\ntime.sleep(300)"
+    )
     began = time.monotonic()
     run = start(*TWO_BY_TWO, "--json", "out.json", name)
     assert run.wait(30) == 7
@@ -132,7 +147,13 @@ def test_exit_code_host_rank_and_last_words_of_the_first_failure(start: Start, s
     result = json.loads((run.cwd / "out.json").read_text())
     assert (result["exit_code"], result["cause"]) == (7, "rank_exit")
     first = result["first_failure"]
-    assert (first["host"], first["node_rank"], first["rank"], first["local_rank"], first["exit_code"]) == (f"{HOST}-sim1", 1, 3, 1, 7)
+    assert (first["host"], first["node_rank"], first["rank"], first["local_rank"], first["exit_code"]) == (
+        f"{HOST}-sim1",
+        1,
+        3,
+        1,
+        7,
+    )
     assert "the last line" in first["stderr_tail"]
     assert [one["ended_by"] for one in result["ranks"]] == ["us", "us", "us", "itself"]
 
@@ -148,17 +169,22 @@ def test_the_earlier_failure_is_the_first_one(start: Start, script: Script, atte
     assert "first failure: rank 3" in run.stderr
 
 
-STUBBORN = TOGETHER + """
+STUBBORN = (
+    TOGETHER
+    + """
 import signal, subprocess
 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP): signal.signal(number, signal.SIG_IGN)
 subprocess.Popen(["sleep", "301"], start_new_session=True)
 subprocess.Popen(["setsid", "sh", "-c", "trap '' TERM; sleep 302 & wait"])
 together()
 """
+)
 
 
 @pytest.mark.parametrize("fault, code, seconds", [("exit 7", 7, 15), ("kill launcher", -9, 15), ("term launcher", 143, 15)])
-def test_nothing_is_left_of_workers_that_ignore_term(start: Start, script: Script, fault: str, code: int, seconds: float) -> None:
+def test_nothing_is_left_of_workers_that_ignore_term(
+    start: Start, script: Script, fault: str, code: int, seconds: float
+) -> None:
     name = script(STUBBORN + "\nif rank == 3 and sys.argv[1] == 'exit 7': sys.exit(7)\ntime.sleep(300)")
     grace = () if fault != "term launcher" else ("--grace", "3")
     run = start(*TWO_BY_TWO, *grace, name, fault)
@@ -185,7 +211,9 @@ def test_nothing_is_left_when_one_of_ours_is_killed(start: Start, script: Script
         "starter.py": [pid for pid, _, line in rows if "starter.py" in line and "torch.distributed" not in line],
     }[victim]
     os.kill(pids[0], signal.SIGKILL)
-    assert run.wait(30) in {"door.py": (121,), "agent": (121,), "torch.distributed.run": (125,), "starter.py": (137,)}[victim], run.stderr
+    assert (
+        run.wait(30) in {"door.py": (121,), "agent": (121,), "torch.distributed.run": (125,), "starter.py": (137,)}[victim]
+    ), run.stderr
     assert run.left(1.0) == []
 
 
@@ -222,7 +250,9 @@ def test_200_000_lines_are_whole_there_and_in_order(start: Start, script: Script
 
 
 def test_a_progress_bar_and_a_prompt_reach_the_log_in_time(start: Start, script: Script) -> None:
-    name = script("import sys, time\nsys.stdout.write('50%\\r'); sys.stdout.write('no end'); sys.stdout.flush(); time.sleep(60)")
+    name = script(
+        "import sys, time\nsys.stdout.write('50%\\r'); sys.stdout.write('no end'); sys.stdout.flush(); time.sleep(60)"
+    )
     run = start("--scheduler", "none", "--nproc-per-node", "1", name)
     run.wait_for(lambda: "50%\rno end" in "".join(path.read_bytes().decode() for path in run.cwd.glob("output.*")))
     run.process.terminate()
@@ -242,7 +272,10 @@ def test_an_older_log_is_kept_under_another_name(start: Start, script: Script) -
 
 
 def test_two_launches_at_once_meet_in_nothing(start: Start, script: Script) -> None:
-    name = script(TOGETHER + "print(os.environ['MASTER_PORT'], os.environ['TORCHELASTIC_RUN_ID'], sys.argv[1])\ntime.sleep(int(sys.argv[2]))")
+    name = script(
+        TOGETHER
+        + "print(os.environ['MASTER_PORT'], os.environ['TORCHELASTIC_RUN_ID'], sys.argv[1])\ntime.sleep(int(sys.argv[2]))"
+    )
     runs = [start(*TWO_BY_TWO, name, which, seconds) for which, seconds in (("first", "2"), ("second", "5"))]
     assert [run.wait() for run in runs] == [0, 0]
     logs = runs[0].logs()
@@ -279,7 +312,9 @@ def test_a_stop_is_passed_on_with_time_to_save(start: Start, script: Script, num
 
 
 def test_ranks_that_all_saved_on_request_say_so_by_75(start: Start, script: Script) -> None:
-    name = script(TOGETHER + "import signal\nsignal.signal(signal.SIGUSR1, lambda *_: os._exit(75))\ntogether()\ntime.sleep(60)")
+    name = script(
+        TOGETHER + "import signal\nsignal.signal(signal.SIGUSR1, lambda *_: os._exit(75))\ntogether()\ntime.sleep(60)"
+    )
     run = start(*TWO_BY_TWO, name)
     run.wait_for(lambda: len(list(run.cwd.glob(".here-*"))) == 4)
     time.sleep(0.3)
@@ -329,7 +364,8 @@ def test_1000_orphans_hide_no_exit_code(start: Start, script: Script) -> None:
 
 def test_restarts_start_the_whole_gang_on_another_port(start: Start, script: Script) -> None:
     name = script(
-        "import os, sys, time\nprint('attempt', os.environ['TORCHELASTIC_RESTART_COUNT'], os.environ['MASTER_PORT'], flush=True)\n"
+        "import os, sys, time\n"
+        "print('attempt', os.environ['TORCHELASTIC_RESTART_COUNT'], os.environ['MASTER_PORT'], flush=True)\n"
         "if os.environ['RANK'] == '3': sys.exit(3)\ntime.sleep(60)"
     )
     run = start(*TWO_BY_TWO, "--grace", "1", "--max-restarts", "2", name)
@@ -359,7 +395,15 @@ def test_output_is_copied_with_ranks_and_each_rank_has_a_log(start: Start, scrip
 def test_a_log_that_cannot_be_written_is_said_once_and_stops_nothing(start: Start, script: Script, work: Path) -> None:
     (work / "logs").mkdir()
     (work / "logs" / f"output.t.py.{HOST}.log").symlink_to("/dev/full")
-    run = start("--scheduler", "none", "--nproc-per-node", "2", "--log-dir", "logs", script("for i in range(3000): print(i)", "t.py"))
+    run = start(
+        "--scheduler",
+        "none",
+        "--nproc-per-node",
+        "2",
+        "--log-dir",
+        "logs",
+        script("for i in range(3000): print(i)", "t.py"),
+    )
     assert run.wait() == 0
     assert run.stderr.count("No space left on device") == 1
 
@@ -369,12 +413,51 @@ def test_without_any_network_or_names(script: Script, work: Path) -> None:
     if os.geteuid() != 0:
         pytest.skip("a network namespace of its own needs root")
     name = script(
-        "import torch.distributed as d, torch\nd.init_process_group('gloo'); t = torch.ones(1); d.all_reduce(t); print(int(t)); "
+        "import torch.distributed as d, torch\nd.init_process_group('gloo'); t = torch.ones(1); d.all_reduce(t)\n"
+        "print(int(t)); "
         "d.barrier(); d.destroy_process_group()", "t.py",
     )  # fmt: skip
-    words = ["unshare", "--net", "--uts", "sh", "-c", 'ip link set lo up; hostname nowhere; exec "$@"', "sh", str(COMMAND), *TWO_BY_TWO, name]
+    words = [
+        "unshare",
+        "--net",
+        "--uts",
+        "sh",
+        "-c",
+        'ip link set lo up; hostname nowhere; exec "$@"',
+        "sh",
+        str(COMMAND),
+        *TWO_BY_TWO,
+        name,
+    ]
     run = subprocess.run(words, cwd=work, env=job_environment(), capture_output=True, text=True, timeout=100, check=False)
     assert run.returncode == 0, run.stderr
     # torch warns that it cannot look up names there.
     lines = (work / "output.t.py.nowhere-sim1.log").read_text().splitlines()
     assert [line for line in lines if "socket.cpp" not in line] == ["4", "4"]
+
+
+def test_one_process_on_a_terminal_keeps_it(script: Script, work: Path) -> None:
+    """A person debugs with input() and pdb; the log is still written."""
+    import pty
+
+    name = script("import sys; print('tty', sys.stdin.isatty()); print('hello', input('name? '))", "t.py")
+    master, slave = pty.openpty()
+    run = subprocess.Popen(
+        [str(COMMAND), "--scheduler", "none", "--device", "cpu", name],
+        cwd=work,
+        env=job_environment(),
+        stdin=slave,
+        stdout=slave,
+        stderr=slave,
+        start_new_session=True,
+    )
+    os.close(slave)
+    seen = b""
+    while b"hello" not in seen:
+        seen += os.read(master, 1024)
+        if b"name? " in seen and b"Ada" not in seen:
+            os.write(master, b"Ada\n")
+    assert run.wait(20) == 0
+    os.close(master)
+    assert b"tty True" in seen
+    assert (work / f"output.t.py.{HOST}.log").read_text() == "tty True\nname? hello Ada\n"

@@ -3,32 +3,31 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Optional
+from typing import Any
 
 from .environment import Pairs
 from .errors import Refused
 from .hostlist import fold
-from .plan import NodePlan, Plan
+from .plan import PER_CPU, NodePlan, Plan
 
-Settings = tuple[tuple[str, Optional[str]], ...]
-
-#: Device lists by whose GPUs they are; the first is the one we would set.
+#: Device lists by whose GPUs they are; the first that is set is in force, the first of all is the one we would set.
 LIST_NAMES = {
-    "cuda": ("CUDA_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL"),
-    "rocm": ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL"),
+    "cuda": ("CUDA_VISIBLE_DEVICES",),
+    "rocm": ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL"),
     "": (
-        "CUDA_VISIBLE_DEVICES",
-        "HIP_VISIBLE_DEVICES",
-        "ROCR_VISIBLE_DEVICES",
-        "ZE_AFFINITY_MASK",
-        "GPU_DEVICE_ORDINAL",
+        "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "ZE_AFFINITY_MASK",
     ),
-}
+}  # fmt: skip
 ALL_LISTS = LIST_NAMES[""]
+#: What goes with a list without naming a device: a user's value holds on every node.
+LIST_SETTINGS = ("CUDA_DEVICE_ORDER",)
 #: Values that mean "no device": CUDA's, NVIDIA's container toolkit's, Slurm's.
 NO_DEVICES = ("", "void", "none", "-1", "NoDevFiles")
+#: An index, or a tile of one (Intel): the only names of devices that mean something on another node.
+_INDEX = re.compile(r"[0-9]+(\.[0-9]+)?")
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,10 @@ class Interface:
 
 @dataclass(frozen=True)
 class NodeFacts:
-    """What a node said of itself; node/facts.py tells where each value is read."""
+    """What a node said of itself; node/facts.py tells where each value is read.
+
+    task_node: PBS's number of the host that a task was started on, empty where there is none.
+    """
 
     index: int
     hostname: str
@@ -53,11 +55,12 @@ class NodeFacts:
     devices: Pairs
     cpus: int
     machine_cpus: int
-    scheduler_cpus: Optional[int]
-    python: tuple[tuple[str, Optional[str]], ...]
+    scheduler_cpus: int | None
+    python: tuple[tuple[str, str | None], ...]
     errors: tuple[str, ...]
     ports: tuple[int, ...]
     clock: float
+    task_node: str = ""
 
     @staticmethod
     def of(frame: Mapping[str, Any]) -> NodeFacts:
@@ -78,10 +81,13 @@ class NodeFacts:
 
 @dataclass(frozen=True)
 class NodeAgreement:
+    """devices: the GPUs that each worker of this node sees; its own is the one at its local rank."""
+
     node_rank: int
     nproc: int
-    settings: Settings
+    settings: Pairs
     omp_note: str
+    devices: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -102,7 +108,7 @@ def check(plan: Plan, facts: Sequence[NodeFacts]) -> None:
     """Refused, with every reason and the nodes it holds for, unless all nodes can start."""
     reasons: dict[str, list[str]] = {}
     for node, fact in zip(plan.nodes, facts):
-        for error in (*fact.errors, *_misplaced(plan, node, fact)):
+        for error in (*fact.errors, *_misplaced(plan, node, fact, facts)):
             reasons.setdefault(error, []).append(node.host)
     for reason, hosts in _torch_versions(plan, facts):
         reasons.setdefault(reason, []).extend(hosts)
@@ -110,12 +116,25 @@ def check(plan: Plan, facts: Sequence[NodeFacts]) -> None:
         raise Refused("\n".join(f"{fold(hosts)}: {reason}" for reason, hosts in reasons.items()))
 
 
-def _misplaced(plan: Plan, node: NodePlan, fact: NodeFacts) -> Iterable[str]:
-    """A door that runs on another node of the plan than it was meant for: a pbsdsh that counts differently."""
-    here = fact.hostname.partition(".")[0]
-    others = {other.host.partition(".")[0]: other for other in plan.nodes if other.index != node.index}
-    if node.transport != "local" and here in others and here != node.host.partition(".")[0]:
-        yield f"{plan.transport} started this node's part on {fact.hostname}, which is node {others[here].index}"
+def _misplaced(plan: Plan, node: NodePlan, fact: NodeFacts, facts: Sequence[NodeFacts]) -> Iterable[str]:
+    """A door that runs elsewhere than it was meant to: a pbsdsh that counts differently.
+
+    A host's own name may differ from the scheduler's, so that only another node's name proves something.
+    """
+    if node.transport == "local":
+        return
+    here = _short(fact.hostname)
+    others = [other for other in plan.nodes if other.index != node.index and here == _short(other.host)]
+    if others and here != _short(node.host):
+        yield f"{node.transport} started this node's part on {fact.hostname}, which is node {others[0].index}"
+        return
+    for other, known in zip(plan.nodes[: node.index], facts):
+        if fact.task_node and known.task_node == fact.task_node:
+            yield f"{node.transport} started this node's part on {fact.hostname}, where node {other.index} runs"
+
+
+def _short(host: str) -> str:
+    return host.rpartition("@")[2].partition(".")[0]
 
 
 def needs_reach(plan: Plan) -> bool:
@@ -124,7 +143,7 @@ def needs_reach(plan: Plan) -> bool:
 
 
 def master_candidates(first: NodeFacts) -> tuple[str, ...]:
-    """Addresses of node 0 that others may reach: what its scheduler's name means first, then its interfaces' in order."""
+    """Addresses of node 0 that others may reach: what its scheduler's name means, then those of its interfaces."""
     usable = [
         address
         for interface in first.interfaces
@@ -137,7 +156,11 @@ def master_candidates(first: NodeFacts) -> tuple[str, ...]:
 
 
 def agree(
-    plan: Plan, facts: Sequence[NodeFacts], reached: Mapping[int, Mapping[str, str]], attempt: int, port_choice: int = 0
+    plan: Plan,
+    facts: Sequence[NodeFacts],
+    reached: Mapping[int, Mapping[str, str]],
+    attempt: int,
+    port_choice: int = 0,
 ) -> Agreement:
     """The start of one attempt.
 
@@ -145,44 +168,58 @@ def agree(
     port_choice: which of node 0's tested ports; raised after a port was stolen between test and use.
     """
     check(plan, facts)
-    first = facts[0]
-    if port_choice >= len(first.ports):
-        raise Refused(
-            f"{plan.nodes[0].host}: the rendezvous port was taken by others each time; give one with --master-port"
-        )
-    address = _master_address(plan, first, reached)
+    port = _port(plan, facts[0], port_choice)
+    address = _master_address(plan, facts[0], reached)
     counts, is_cpu = _processes(plan, facts)
     warnings = list(_mismatches(plan, facts))
     if len(set(counts)) > 1:
-        warnings.append("uneven processes per node: " + ", ".join(f"{n.host} {c}" for n, c in zip(plan.nodes, counts)))
+        uneven = ", ".join(f"{node.host} {count}" for node, count in zip(plan.nodes, counts))
+        warnings.append(f"uneven processes per node: {uneven}")
     nodes = []
     for node, fact, nproc in zip(plan.nodes, facts, counts):
-        omp, note = _omp(plan, node, fact, nproc)
+        omp, note = _omp(plan, node, fact, counts)
         own = address if node.index == 0 else reached.get(node.index, {}).get(address, address)
-        settings = (*_devices(plan, node, fact, nproc, is_cpu), *omp, *_network(plan, fact, own))
-        nodes.append(NodeAgreement(node.index, nproc, settings, note))
-    return Agreement(attempt, address, first.ports[port_choice], is_cpu, tuple(nodes), tuple(warnings))
+        devices, lists = _devices(plan, node, fact, nproc, is_cpu)
+        settings = (*lists, *omp, *_network(plan, fact, own))
+        nodes.append(NodeAgreement(node.index, nproc, settings, note, devices))
+    return Agreement(attempt, address, port, is_cpu, tuple(nodes), tuple(warnings))
 
 
 # --- network ---
+
+
+def _port(plan: Plan, first: NodeFacts, choice: int) -> int:
+    if choice < len(first.ports):
+        return first.ports[choice]
+    host = plan.nodes[0].host
+    if plan.master_port is not None:
+        raise Refused(
+            f"{host}: port {plan.master_port} ({plan.master_port_source}) was taken by another program just before "
+            f"its use; give another, or none"
+        )
+    raise Refused(f"{host}: the rendezvous port was taken by others each time; give one with --master-port")
 
 
 def _master_address(plan: Plan, first: NodeFacts, reached: Mapping[int, Mapping[str, str]]) -> str:
     if not needs_reach(plan):
         return "127.0.0.1"
     candidates = master_candidates(first)
+    host, others = plan.nodes[0].host, plan.nodes[1:]
     for address in candidates:
-        if all(address in reached.get(node.index, {}) for node in plan.nodes[1:]):
+        if all(address in reached.get(node.index, {}) for node in others):
             return address
-    failed = [node.host for node in plan.nodes[1:] if not reached.get(node.index)]
-    tried = ", ".join(candidates) or "it has none but loopback"
+    if not candidates:
+        raise Refused(f"{host}: no network interface but loopback is up, so that no other node can reach node 0")
+    tried = ", ".join(candidates)
+    cut_off = [node.host for node in others if not reached.get(node.index)]
+    if cut_off:
+        raise Refused(f"{fold(cut_off)}: cannot reach {host} (node 0); tried {tried}")
     raise Refused(
-        f"{fold(failed or [node.host for node in plan.nodes[1:]])}: cannot reach {plan.nodes[0].host} (node 0) "
-        f"at any one address; tried {tried}"
+        f"{fold(node.host for node in others)}: no one address of {host} (node 0) is reached by all; tried {tried}"
     )
 
 
-def _network(plan: Plan, fact: NodeFacts, own: str) -> Settings:
+def _network(plan: Plan, fact: NodeFacts, own: str) -> Pairs:
     """Gloo looks up the host's own name otherwise, which Debian maps to 127.0.1.1; a user's value is never changed."""
     name = next((one.name for one in fact.interfaces if own in one.addresses), None)
     if name is None:
@@ -195,113 +232,147 @@ def _network(plan: Plan, fact: NodeFacts, own: str) -> Settings:
 
 
 def entries(value: str, known: int) -> tuple[str, ...]:
-    """Devices of a list, up to the first that is none, as CUDA reads it. `known`: how many the driver shows, 0: unknown.
+    """Devices of a list, up to the first that is none, as CUDA reads it. known: how many the driver shows, or 0.
 
     >>> entries("2,3", 0), entries("GPU-1a,GPU-2b", 8), entries("", 4), entries("0,-1,1", 4), entries("2,3,7", 4)
     (('2', '3'), ('GPU-1a', 'GPU-2b'), (), ('0',), ('2', '3'))
     """
     found = []
-    for entry in value.split(","):
-        if entry.strip() in NO_DEVICES or (known and entry.strip().isdigit() and int(entry) >= known):
+    for entry in (part.strip() for part in value.split(",")):
+        if entry in NO_DEVICES or (known and entry.isdigit() and int(entry) >= known):
             break
-        found.append(entry.strip())
+        found.append(entry)
     return tuple(found)
 
 
-def _lists(plan: Plan, node: NodePlan, fact: NodeFacts) -> dict[str, str]:
-    """The device lists in force on a node: its own, or the user's where he changed what the scheduler gave."""
-    lists = {name: value for name, value in fact.devices if name in ALL_LISTS}
-    if plan.gpus is not None:
-        return {LIST_NAMES[fact.gpu_kind][0]: plan.gpus}
-    given = dict(plan.scheduler_devices)
-    for name, value in plan.user_devices:
-        if name not in ALL_LISTS or given.get(name) == value:
-            continue
-        if node.is_here or all(entry.strip().isdigit() for entry in value.split(",")):
-            lists[name] = value
-        else:
-            raise Refused(
-                f"{name}={value} was set in the job script, but such names mean nothing on {node.host}; "
-                f"give a list of small numbers with --gpus, or leave it unset"
-            )
-    return lists
+@dataclass(frozen=True)
+class _Visible:
+    """The GPUs that a worker of a node could see.
+
+    by: the list that says so, empty where the driver does. is_wish: whether that list is the user's.
+    """
+
+    devices: tuple[str, ...]
+    by: str
+    is_wish: bool
 
 
-def _visible(plan: Plan, node: NodePlan, fact: NodeFacts) -> tuple[tuple[str, ...], bool]:
-    """The GPUs a worker on this node could see, and whether a list says so (else the driver does)."""
-    lists = _lists(plan, node, fact)
+def _visible(plan: Plan, node: NodePlan, fact: NodeFacts) -> _Visible:
+    wishes = _wishes(plan, node, fact)
+    lists = {name: value for name, value in fact.devices if name in ALL_LISTS} | wishes
     for name in LIST_NAMES[fact.gpu_kind]:
         if name in lists:
-            return entries(lists[name], fact.gpus), True
-    return tuple(str(number) for number in range(fact.gpus)), False
+            return _Visible(entries(lists[name], fact.gpus), name, name in wishes)
+    return _Visible(tuple(str(number) for number in range(fact.gpus)), "", False)
+
+
+def _is_changed(plan: Plan, name: str) -> bool:
+    """Whether the user has set a variable that the scheduler has not, or not so."""
+    return name in dict(plan.user_devices) and dict(plan.user_devices)[name] != dict(plan.scheduler_devices).get(name)
+
+
+def _wishes(plan: Plan, node: NodePlan, fact: NodeFacts) -> dict[str, str]:
+    """Device lists that hold on a node in place of its own: the user's, where he changed what the scheduler gave."""
+    if plan.gpus is not None:
+        return {LIST_NAMES[fact.gpu_kind][0]: plan.gpus}
+    wishes = {}
+    for name, value in plan.user_devices:
+        if name not in ALL_LISTS or not _is_changed(plan, name):
+            continue
+        if not node.is_here and not _means_the_same_everywhere(value):
+            raise Refused(
+                f'{name}="{value}" was set in the job script, but means nothing on {node.host}: '
+                f"give small numbers with --gpus 0,1,…, or leave it as the scheduler set it"
+            )
+        wishes[name] = value
+    return wishes
+
+
+def _means_the_same_everywhere(value: str) -> bool:
+    listed = [entry.strip() for entry in value.split(",")]
+    return all(entry in NO_DEVICES or _INDEX.fullmatch(entry) for entry in listed)
 
 
 def _processes(plan: Plan, facts: Sequence[NodeFacts]) -> tuple[list[int], bool]:
     """Processes of each node, and whether they run on CPUs."""
     if plan.device == "cpu":
-        return [_cpu_processes(node, fact) for node, fact in zip(plan.nodes, facts)], True
+        return [fact.cpus if node.nproc == PER_CPU else node.nproc or 1 for node, fact in zip(plan.nodes, facts)], True
     seen = [_visible(plan, node, fact) for node, fact in zip(plan.nodes, facts)]
-    asked = [node.nproc for node in plan.nodes]
-    if not any(devices for devices, _ in seen):
+    without = [node.host for node, visible in zip(plan.nodes, seen) if not visible.devices]
+    if len(without) == len(plan.nodes):
         if plan.device == "auto" and plan.is_nproc_explicit:
-            return [nproc or 1 for nproc in asked], True
+            return [node.nproc or 1 for node in plan.nodes], True
         raise Refused(
-            f"no GPU on {fold([node.host for node in plan.nodes])}: to run on CPUs say --device cpu "
+            f"no GPU on {fold(without)}{_hidden(seen)}: to run on CPUs say --device cpu "
             f"(and how many processes with --nproc-per-node)"
         )
-    without = [node.host for node, (devices, _) in zip(plan.nodes, seen) if not devices]
     if without:
-        raise Refused(f"no GPU on {fold(without)}, but on other nodes; leave these hosts out, or say --device cpu")
+        raise Refused(f"no GPU on {fold(without)}, but on the other nodes; leave these hosts out, or say --device cpu")
     if plan.simulate:
-        return _simulated(plan, len(seen[0][0])), False
-    counts = []
-    for node, (devices, is_listed) in zip(plan.nodes, seen):
-        granted = node.gpus
-        if granted is not None and len(devices) < granted:
-            raise Refused(f"{node.host}: {len(devices)} GPUs are visible, {plan.scheduler} granted {granted}")
-        if granted is not None and len(devices) > granted and not is_listed:
+        return _simulated(plan, len(seen[0].devices)), False
+    return [_on_gpus(plan, node, visible) for node, visible in zip(plan.nodes, seen)], False
+
+
+def _hidden(seen: Sequence[_Visible]) -> str:
+    """An empty list hides GPUs that are there; that it did should be said."""
+    names = dict.fromkeys(visible.by for visible in seen if visible.by)
+    return f" (by {', '.join(names)})" if names else ""
+
+
+def _on_gpus(plan: Plan, node: NodePlan, visible: _Visible) -> int:
+    """Processes of a node that has GPUs."""
+    found, granted, scheduler = len(visible.devices), node.gpus, plan.scheduler.upper()
+    if granted is not None and not visible.is_wish:
+        if found < granted:
             raise Refused(
-                f"{node.host}: the driver shows {len(devices)} GPUs, {plan.scheduler} granted {granted}, and no list says which; "
-                f"say it with --gpus 0,1,… and --nproc-per-node"
+                f"{node.host}: {found} GPU{'s' * (found > 1)} visible, but {scheduler} granted {granted}; "
+                f"to go on with fewer say --gpus"
             )
-        if node.nproc is not None and plan.is_nproc_explicit:
-            if node.nproc > len(devices):
-                raise Refused(f"{node.host}: {node.nproc} processes asked for, {len(devices)} GPUs visible")
-            counts.append(node.nproc)
-        else:
-            counts.append(len(devices))
-    return counts, False
-
-
-def _cpu_processes(node: NodePlan, fact: NodeFacts) -> int:
-    return fact.cpus if node.nproc == 0 else node.nproc or 1
+        if found > granted and not visible.by:
+            raise Refused(
+                f"{node.host}: the driver shows {found} GPUs, but {scheduler} granted {granted}, and no list says "
+                f"which; say it with --gpus 0,1,… and --nproc-per-node"
+            )
+    if node.nproc is None or not plan.is_nproc_explicit:
+        return found
+    if node.nproc > found:
+        raise Refused(
+            f"{node.host}: {node.nproc} processes asked for, but {found} GPU{'s' * (found > 1)} visible; "
+            f"ask for fewer, or say --device cpu"
+        )
+    return node.nproc
 
 
 def _simulated(plan: Plan, available: int) -> list[int]:
     wanted = [node.nproc or 1 for node in plan.nodes]
     if sum(wanted) > available:
         raise Refused(
-            f"--simulate needs {sum(wanted)} GPUs, {available} are visible here; say --device cpu to run on CPUs"
+            f"--simulate needs {sum(wanted)} GPUs, but {available} visible here; say --device cpu to run on CPUs"
         )
     return wanted
 
 
-def _devices(plan: Plan, node: NodePlan, fact: NodeFacts, nproc: int, is_cpu: bool) -> Settings:
-    if plan.device == "cpu":
-        return tuple((name, "") for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"))
-    if plan.simulate and not is_cpu:
-        devices, _ = _visible(plan, node, fact)
-        first = sum(other.nproc or 1 for other in plan.nodes[: node.index])
-        return ((LIST_NAMES[fact.gpu_kind][0], ",".join(devices[first : first + nproc])),)
+def _devices(plan: Plan, node: NodePlan, fact: NodeFacts, nproc: int, is_cpu: bool) -> tuple[tuple[str, ...], Pairs]:
+    """The GPUs that the workers of a node see, and what must be set for that."""
     own = dict(fact.devices)
-    return tuple((name, value) for name, value in _lists(plan, node, fact).items() if own.get(name) != value)
+    if plan.device == "cpu":
+        return (), tuple((name, "") for name in ALL_LISTS)
+    visible = _visible(plan, node, fact)
+    if plan.simulate and not is_cpu:
+        first = sum(other.nproc or 1 for other in plan.nodes[: node.index])
+        cut = visible.devices[first : first + nproc]
+        return cut, ((visible.by or LIST_NAMES[fact.gpu_kind][0], ",".join(cut)),)
+    settings = [(name, value) for name, value in plan.user_devices if name in LIST_SETTINGS and _is_changed(plan, name)]
+    return visible.devices, tuple(
+        (name, value) for name, value in (*_wishes(plan, node, fact).items(), *settings) if own.get(name) != value
+    )
 
 
 # --- CPUs ---
 
 
-def _omp(plan: Plan, node: NodePlan, fact: NodeFacts, nproc: int) -> tuple[Settings, str]:
-    """OMP_NUM_THREADS: usable CPUs shared among the node's workers, unless the user said a number."""
+def _omp(plan: Plan, node: NodePlan, fact: NodeFacts, counts: Sequence[int]) -> tuple[Pairs, str]:
+    """OMP_NUM_THREADS: usable CPUs shared among the workers on them, unless the user said a number."""
     if plan.omp is not None:
         return (("OMP_NUM_THREADS", str(plan.omp)),), f"OMP_NUM_THREADS {plan.omp} (--omp)"
     if plan.user_omp is not None:
@@ -310,11 +381,11 @@ def _omp(plan: Plan, node: NodePlan, fact: NodeFacts, nproc: int) -> tuple[Setti
     share = node.cpus or fact.scheduler_cpus
     if share and usable >= fact.machine_cpus:
         usable = min(usable, share)
-    here = sum(1 for other in plan.nodes if other.is_here) if plan.simulate else 1
-    threads = max(1, usable // (nproc * here))
-    workers = f"{nproc * here}"
-    had = f" ({plan.scheduler.upper()} had {plan.scheduler_omp})" if plan.scheduler_omp else ""
-    return (("OMP_NUM_THREADS", str(threads)),), f"OMP_NUM_THREADS {threads} = {usable} CPUs / {workers}{had}"
+    # Pretended nodes share the CPUs of this machine.
+    sharing = [count for other, count in zip(plan.nodes, counts) if other is node or (other.is_here and node.is_here)]
+    threads = max(1, usable // sum(sharing))
+    had = f" (PBS had {plan.scheduler_omp})" if plan.scheduler_omp else ""
+    return (("OMP_NUM_THREADS", str(threads)),), f"OMP_NUM_THREADS {threads} = {usable} CPUs / {sum(sharing)}{had}"
 
 
 # --- mismatches ---
@@ -334,10 +405,8 @@ def _torch_versions(plan: Plan, facts: Sequence[NodeFacts]) -> Iterable[tuple[st
     """Two torch versions in one job fail late and obscurely, so they are refused."""
     versions = _by_value(plan, facts, "torch")
     for version, hosts in versions[1:]:
-        yield (
-            f"torch {version}, but {versions[0][0]} on {fold(versions[0][1])}; every node must run the same environment",
-            hosts,
-        )
+        most, where = versions[0]
+        yield f"torch {version}, but {most} on {fold(where)}; give every node the same environment", hosts
 
 
 def _mismatches(plan: Plan, facts: Sequence[NodeFacts]) -> Iterable[str]:

@@ -14,7 +14,7 @@ import json
 import os
 import time
 from collections.abc import Callable
-from typing import Any, Optional
+from typing import Any
 
 from .loop import Loop
 
@@ -46,7 +46,7 @@ def greeting(launch_id: str, index: int) -> bytes:
     return b"\n%s %s %d\n" % (MAGIC, launch_id.encode("ascii"), index)
 
 
-def split_greeting(data: bytes) -> Optional[tuple[str, int, bytes]]:
+def split_greeting(data: bytes) -> tuple[str, int, bytes] | None:
     """Launch id, node index and the bytes after the greeting; None while it has not come whole.
 
     >>> split_greeting(b"Welcome!\\nno newline\\ntorchrun_nccl-door 7-ab 1\\n{}")
@@ -65,7 +65,9 @@ def split_greeting(data: bytes) -> Optional[tuple[str, int, bytes]]:
 class Channel:
     """Frames over two descriptors (or one socket's, twice), without ever blocking the loop."""
 
-    def __init__(self, loop: Loop, reader: int, writer: int, receive: Callable[[Frame], None], lost: Callable[[str], None]) -> None:
+    def __init__(
+        self, loop: Loop, reader: int, writer: int, receive: Callable[[Frame], None], lost: Callable[[str], None]
+    ) -> None:
         self._loop = loop
         self._reader, self._writer = reader, writer
         self._receive, self._lost = receive, lost
@@ -184,7 +186,9 @@ class Channel:
 class Heart:
     """Sends a beat every interval and says when the other side has been silent too long."""
 
-    def __init__(self, loop: Loop, channel: Channel, interval: float, lost_after: float, silent: Callable[[float], None]) -> None:
+    def __init__(
+        self, loop: Loop, channel: Channel, interval: float, lost_after: float, silent: Callable[[float], None]
+    ) -> None:
         self._loop, self._channel = loop, channel
         self._interval, self._lost_after, self._silent = interval, lost_after, silent
         self._due = time.monotonic() + interval

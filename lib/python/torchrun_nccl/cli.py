@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import resource
@@ -11,7 +12,7 @@ import socket
 import sys
 import traceback
 from pathlib import Path
-from typing import NoReturn, Optional
+from typing import NoReturn
 
 from . import __version__, launch, options, outcome, plan, report, schedulers
 from .allocation import Allocation
@@ -37,14 +38,12 @@ def main(argv: list[str]) -> NoReturn:
         code = 130
     except BrokenPipeError:  # --help | head
         code = 141
-    except Exception:  # noqa: BLE001 (our own fault is reported as such, with all we know)
+    except Exception:
         traceback.print_exc()
         say("this is a fault of torchrun_nccl itself; please report the lines above")
         code = 125
-    try:
+    with contextlib.suppress(OSError):
         sys.stdout.flush()
-    except OSError:
-        pass
     os._exit(code)
 
 
@@ -205,7 +204,11 @@ def _check_target(asked: Options, env: dict[str, str]) -> None:
             raise TargetNotFound(f"program {target}: not found")
         return
     if not os.path.exists(target):
-        hint = "; other programs than Python scripts need --no-python" if os.path.basename(target) == target and shutil.which(target) else ""
+        hint = (
+            "; other programs than Python scripts need --no-python"
+            if os.path.basename(target) == target and shutil.which(target)
+            else ""
+        )
         raise TargetNotFound(f"script {target}: no such file in {os.getcwd()}{hint}")
     if os.path.isdir(target) and not os.path.exists(os.path.join(target, "__main__.py")):
         raise TargetNotRunnable(f"script {target}: is a directory")

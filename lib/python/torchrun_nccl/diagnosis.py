@@ -11,7 +11,7 @@ HINTS: tuple[tuple[str, str], ...] = (
         r"no kernel image is available|not compatible with the current PyTorch installation",
         "this torch was not built for the GPUs of this node: install a build that lists its architecture",
     ),
-    (r"EADDRINUSE|Address already in use", "a port is taken by another program on that node"),
+    (r"EADDRINUSE|[Aa]ddress already in use", "a port is taken by another program on that node"),
     (
         r"Name or service not known|Temporary failure in name resolution|nodename nor servname",
         "a host name does not resolve on that node",

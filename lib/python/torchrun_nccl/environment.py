@@ -16,16 +16,14 @@ DEVICE_NAMES = (
 HOST_NAMES = (
     *DEVICE_NAMES,
     "NCPUS", "PBS_NODENUM", "PBS_TASKNUM", "PBS_MOMPORT", "PBS_VNODENUM",
-    "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_GTIDS", "SLURM_TASK_PID", "SLURMD_NODENAME",
-    "SLURM_STEP_ID", "SLURM_STEPID", "SLURM_STEP_NODELIST", "SLURM_STEP_NUM_NODES", "SLURM_STEP_NUM_TASKS",
-    "SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_GPUS", "SLURM_STEP_LAUNCHER_PORT", "SLURM_LAUNCH_NODE_IPADDR",
-    "SLURM_SRUN_COMM_HOST", "SLURM_SRUN_COMM_PORT", "SLURM_CPU_BIND", "SLURM_CPU_BIND_TYPE", "SLURM_CPU_BIND_LIST",
-    "SLURM_CPU_BIND_VERBOSE", "SLURM_CPUS_ON_NODE", "SLURM_GPUS_ON_NODE", "SLURM_JOB_GPUS", "SLURM_TOPOLOGY_ADDR",
+    "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_GTIDS", "SLURM_TASK_PID", "SLURM_STEPID",
+    "SLURMD_NODENAME", "SLURM_LAUNCH_NODE_IPADDR", "SLURM_SRUN_COMM_HOST", "SLURM_SRUN_COMM_PORT",
+    "SLURM_CPUS_ON_NODE", "SLURM_GPUS_ON_NODE", "SLURM_JOB_GPUS", "SLURM_TOPOLOGY_ADDR",
     "DISPLAY", "XAUTHORITY", "XDG_RUNTIME_DIR", "XDG_SESSION_ID",
 )  # fmt: skip
-HOST_PREFIXES = ("SSH_",)
+HOST_PREFIXES = ("SSH_", "SLURM_STEP_", "SLURM_CPU_BIND")
 
-#: Node-local scratch: the node's own; else the caller's path where it exists on the node (the same path on each, other content).
+#: Node-local scratch: the node's own; else the caller's path, where the node has it too (with other content).
 SCRATCH_NAMES = ("TMPDIR", "PBS_JOBFS", "PBS_JOBDIR", "TMP", "TEMP", "SLURM_TMPDIR")
 
 #: Left over from another launcher, or ours to set; a library that finds them believes in another world.
@@ -56,11 +54,11 @@ def for_worker(
     own: Mapping[str, str],
     hostname: str,
     is_directory: Callable[[str], bool],
-    settings: Iterable[tuple[str, str | None]],
+    settings: Iterable[tuple[str, str]],
 ) -> dict[str, str]:
     """The environment of this node's workers.
 
-    own: what the node's own task has. settings: what all nodes agreed on for this one; None unsets.
+    own: what the node's own task has. settings: what all nodes agreed on for this one.
     """
     result = dict(carried_pairs)
     result.update((name, value) for name, value in own.items() if belongs_to_host(name) and not is_stale(name))
@@ -71,9 +69,5 @@ def for_worker(
             del result[name]
     if "HOSTNAME" in result:
         result["HOSTNAME"] = own.get("HOSTNAME", hostname)
-    for name, value in settings:
-        if value is None:
-            result.pop(name, None)
-        else:
-            result[name] = value
+    result.update(settings)
     return result

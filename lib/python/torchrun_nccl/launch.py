@@ -16,7 +16,7 @@ import signal
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import IO, Optional
+from typing import IO
 
 from . import agreement, authentication, channel, outcome, report
 from .agreement import Agreement, NodeFacts
@@ -72,17 +72,17 @@ class _Launch:
         self._awaited = {node.index for node in self._nodes}
         self._starting: set[int] = set()
         self._attempts: list[Attempt] = []
-        self._agreement: Optional[Agreement] = None
+        self._agreement: Agreement | None = None
         self._ranks: list[RankEnd] = []
         self._ends: list[NodeEnd] = []
         self._go_at = 0.0
         self._port_choice = 0
         self._is_port_stolen = False
-        self._error: Optional[LaunchError] = None
+        self._error: LaunchError | None = None
         self._stopped_by = 0
         self._signals_waiting: list[int] = []
-        self._settle: Optional[Timer] = None
-        self._stop_deadline: Optional[Timer] = None
+        self._settle: Timer | None = None
+        self._stop_deadline: Timer | None = None
         self._logs: dict[int, str] = {}
         self._troubles: set[str] = set()
         self._began = time.monotonic()
@@ -158,7 +158,11 @@ class _Launch:
 
     def _take_channel(self, node: Node, reader: int, writer: int, rest: bytes) -> None:
         node.channel = Channel(
-            self._loop, reader, writer, lambda frame: self._hear(node, frame), lambda why: self._lose(node, f"lost: {why}")
+            self._loop,
+            reader,
+            writer,
+            lambda frame: self._hear(node, frame),
+            lambda why: self._lose(node, f"lost: {why}"),
         )
         node.channel.send({"is": "node", "host": node.host, "log": node.plan.log})
         node.channel.send_encoded(self._job)
@@ -202,7 +206,9 @@ class _Launch:
         """A node has done its part of this phase; with the last one the phase is over."""
         self._awaited.discard(node.index)
         if not self._awaited:
-            {"hello": self._reach, "reach": self._agree, "stopping": self._end_attempt, "goodbye": self._loop.stop}[self._phase]()
+            {"hello": self._reach, "reach": self._agree, "stopping": self._end_attempt, "goodbye": self._loop.stop}[
+                self._phase
+            ]()
 
     # --- reach and agree ---
 
@@ -288,7 +294,13 @@ class _Launch:
 
     def _take_exit(self, node: Node, frame: Frame) -> None:
         end = RankEnd(
-            node.index, frame["rank"], frame["local_rank"], frame["code"], frame["ms"], frame["asked"], outcome.excerpt(frame["tail"])
+            node.index,
+            frame["rank"],
+            frame["local_rank"],
+            frame["code"],
+            frame["ms"],
+            frame["asked"],
+            outcome.excerpt(frame["tail"]),
         )
         self._ranks.append(end)
         if self._phase == "running" and len(self._ranks) == self._world_size():
@@ -305,7 +317,9 @@ class _Launch:
             return
         ending = f"exited with {code}" if code >= 0 else f"was ended by {signal_name(-code)}"
         when = "while its ranks ran" if ranks else "before it started a rank"
-        self._ends.append(NodeEnd(node.index, f"torchrun {ending} {when}", self._milliseconds(), True, outcome.excerpt(tail)))
+        self._ends.append(
+            NodeEnd(node.index, f"torchrun {ending} {when}", self._milliseconds(), True, outcome.excerpt(tail))
+        )
         self._start_settling()
 
     def _world_size(self) -> int:
@@ -351,10 +365,14 @@ class _Launch:
         if self._is_port_stolen and not self._stopped_by and not self._ends:
             self._port_choice += 1
             if self._port_choice < PORT_TRIES and self._plan.master_port is None:
-                self._talk(f"port {self._agreement.port if self._agreement else 0} was taken just before its use; trying another")
+                self._talk(
+                    f"port {self._agreement.port if self._agreement else 0} was taken just before its use; trying another"
+                )
                 self._agree()
                 return
-            self._error = Refused(f"{self._nodes[0].host}: the rendezvous port was taken by another program just before its use")
+            self._error = Refused(
+                f"{self._nodes[0].host}: the rendezvous port was taken by another program just before its use"
+            )
         else:
             self._attempts.append(Attempt(len(self._attempts), tuple(self._ranks), tuple(self._ends), self._world_size()))
             if self._may_restart():
@@ -368,7 +386,9 @@ class _Launch:
         cause = outcome.decide(self._attempts[-1], 0)
         if cause.cause in ("done", "saved") or len(self._attempts) > self._plan.options.max_restarts:
             return False
-        self._talk(f"attempt {len(self._attempts)} failed ({cause.cause}, exit code {cause.exit_code}); starting all ranks again")
+        self._talk(
+            f"attempt {len(self._attempts)} failed ({cause.cause}, exit code {cause.exit_code}); starting all ranks again"
+        )
         # A port of its own for each attempt: what is left of the last one must not be met.
         self._port_choice = (self._port_choice + 1) % len(self._facts()[0].ports)
         self._agree()

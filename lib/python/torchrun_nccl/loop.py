@@ -9,7 +9,6 @@ import selectors
 import signal
 import time
 from collections.abc import Callable, Iterable
-from typing import Optional
 
 Call = Callable[[], None]
 
@@ -18,7 +17,7 @@ class Timer:
     """A call in the future; ``cancel`` makes it void."""
 
     def __init__(self, call: Call) -> None:
-        self.call: Optional[Call] = call
+        self.call: Call | None = call
 
     def cancel(self) -> None:
         self.call = None
@@ -29,13 +28,13 @@ class Loop:
 
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
-        self._calls: dict[int, tuple[Optional[Call], Optional[Call]]] = {}
+        self._calls: dict[int, tuple[Call | None, Call | None]] = {}
         self._timers: list[tuple[float, int, Timer]] = []
         self._count = itertools.count()
         self._running = True
         self._signals: dict[int, Callable[[int], None]] = {}
 
-    def watch(self, fd: int, read: Optional[Call] = None, write: Optional[Call] = None) -> None:
+    def watch(self, fd: int, read: Call | None = None, write: Call | None = None) -> None:
         """Call `read` or `write` whenever `fd` is ready; replaces what was watched there; none: forget it."""
         events = (selectors.EVENT_READ if read else 0) | (selectors.EVENT_WRITE if write else 0)
         known = fd in self._calls

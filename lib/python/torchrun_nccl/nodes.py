@@ -10,7 +10,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterable
-from typing import IO, Optional
+from typing import IO
 
 from . import channel
 from .agreement import NodeFacts
@@ -31,15 +31,15 @@ class Node:
     def __init__(self, plan: NodePlan) -> None:
         self.plan = plan
         self.is_tcp = LISTENER in plan.words
-        self.process: Optional[subprocess.Popen[bytes]] = None
-        self.channel: Optional[Channel] = None
-        self.heart: Optional[Heart] = None
-        self.deadline: Optional[Timer] = None
-        self.facts: Optional[NodeFacts] = None
+        self.process: subprocess.Popen[bytes] | None = None
+        self.channel: Channel | None = None
+        self.heart: Heart | None = None
+        self.deadline: Timer | None = None
+        self.facts: NodeFacts | None = None
         self.reached: dict[str, str] = {}
         self.is_over = False
         # A file, not a pipe: nobody needs to read it while the transport runs.
-        self._words: Optional[IO[bytes]] = None
+        self._words: IO[bytes] | None = None
 
     @property
     def index(self) -> int:
@@ -51,7 +51,7 @@ class Node:
 
     def spawn(self, addresses: str, environment: Pairs) -> None:
         """Start the transport, with its stdin and stdout as pipes where they are the channel. Raises OSError."""
-        self._words = tempfile.TemporaryFile()
+        self._words = tempfile.TemporaryFile()  # noqa: SIM115 (it lives as long as the node)
         self.process = subprocess.Popen(
             [addresses if word == LISTENER else word for word in self.plan.words],
             stdin=subprocess.DEVNULL if self.is_tcp else subprocess.PIPE,
@@ -65,7 +65,9 @@ class Node:
     def take_pipes(self) -> tuple[int, int]:
         """The descriptors of a transport whose stdin and stdout are the channel: to read, to write."""
         process = self.process
-        assert process and process.stdin and process.stdout
+        assert process
+        assert process.stdin
+        assert process.stdout
         found = os.dup(process.stdout.fileno()), os.dup(process.stdin.fileno())
         process.stdout.close()
         process.stdin.close()

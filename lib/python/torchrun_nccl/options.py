@@ -213,7 +213,7 @@ REFUSED: Final[dict[str, str]] = {
     "--rdzv-conf": _RENDEZVOUS,
     "--standalone": "say --scheduler none to run on this machine alone",
     "--node-rank": "start the command once per job; node ranks follow the order of the hosts",
-    "--master-addr": "the address of the first node that all others reach is found at the start; leave it out",
+    "--master-addr": "the first node's address that all others reach is found at the start; leave it out",
     "--local-addr": "each node's address is found at the start; leave it out",
     "--start-method": "it has no effect on programs; leave it out",
     "--run-path": "the script runs as `python SCRIPT`; leave it out",

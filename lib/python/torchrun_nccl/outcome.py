@@ -6,27 +6,47 @@ import re
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Optional
+from typing import Any, Final
 
 from .errors import NodeLost
 from .options import signal_name
 
-SAVED = 75
-INTERNAL = 125
-#: What a rank says when another one has gone: the loss of a connection, never a cause.
-_ECHOES = re.compile(
-    r"Connection closed by peer|Connection reset by peer|Connection refused|Broken pipe|Socket Timeout"
-    r"|recvVector failed|[Rr]emote process exited|remote worker|connectFullMesh|failed to recv|Failed to recv"
-    r"|NCCL communicator was aborted|[Ww]atchdog caught collective operation timeout|Timed out waiting .*(?:send|recv) operation"
-    r"|DistBackendError|DistNetworkError|DistStoreError|ncclRemoteError|ncclSystemError|collective monitored barrier"
-    r"|terminate called without an active exception",
+SAVED: Final = 75
+INTERNAL: Final = 125
+#: What a rank says when another one has gone: the loss of a connection, or a wait that ended, never a cause.
+_ECHOES: Final = re.compile(
+    # gloo: `[…/pair.cc:537] Connection closed by peer [10.6.1.31]:40123`, `Timed out waiting 9000ms for recv operation`
+    r"Connection closed by (?:remote )?peer|Connection reset by peer|Connection refused|Broken pipe"
+    r"|Timed out waiting .*(?:send|recv) operation|Application timeout caused pair closure|connectFullMesh failed"
+    # store: `recvVector failed`, `failed to recv, got 0 bytes`, `Timed out after 61 seconds waiting for clients`
+    r"|recv(?:Vector|Value\w*) failed|[Ff]ailed to recv|Socket Timeout|waiting for clients|wait timeout after \d+"
+    r"|client socket has (?:timed out|failed)"
+    # NCCL and its watchdog
+    r"|[Rr]emote process (?:has )?exited|unhandled system error|ncclRemoteError|ncclSystemError"
+    r"|NCCL communicator was aborted|[Ww]atchdog caught collective operation timeout"
+    r"|due to a collective timeout from|stuck for \d+ seconds"
+    r"|remote worker|monitoredBarrier|terminate called without an active exception"
 )
-#: The last line of a traceback: ``ValueError: boom``, ``torch.OutOfMemoryError: CUDA out of memory``, ``KeyboardInterrupt``.
-_EXCEPTION = re.compile(
-    r"^(?:\[rank\d+\]:\s*)?([A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit|Warning|Failure|Timeout))(?::|$)(.*)", re.M
-)
-_TRACEBACK = "Traceback (most recent call last)"
-EXCERPT_BYTES = 8192
+#: Exceptions in which torch reports the loss of another rank; any other is a rank's own, whatever its text.
+_TORCH_ERRORS: Final = re.compile(r"RuntimeError|(?:torch\.(?:\w+\.)*)?Dist(?:Backend|Network|Store)?Error")
+#: How a process ends that did not choose its end: an exception, an abort, the same below a shell, a closed pipe.
+_HELPLESS: Final = (1, -signal.SIGABRT, 128 + signal.SIGABRT, -signal.SIGPIPE, 128 + signal.SIGPIPE)
+_TRACEBACK: Final = "Traceback (most recent call last):"
+#: Between two tracebacks of which the later one was raised while the earlier one was handled.
+_CHAINED: Final = ("During handling of the above exception", "The above exception was the direct cause")
+#: The message of an exception may have several lines before the words that chain it to the next one.
+_CHAIN_LINES: Final = 20
+#: torch marks each line of an uncaught exception: `[rank3]: ValueError: boom`
+_MARK: Final = re.compile(r"\[rank\d+\]: ?")
+#: The last line of an exception, where no traceback stands before it: `SyntaxError: invalid syntax`
+_EXCEPTION: Final = re.compile(r"[A-Za-z_][\w.]*(?:Error|Exception|Interrupt)(?::.*)?")
+EXCERPT_BYTES: Final = 8192
+#: So much of what follows the exception, such as a C++ trace that ends in an abort.
+_AFTER_BYTES: Final = 1024
+_AFTER_LINES: Final = 4
+_GAP: Final = "[…]"
+#: Nodes lost within this time were lost by one event.
+_ONE_WINDOW_MS: Final = 5000.0
 
 
 @dataclass(frozen=True)
@@ -35,15 +55,17 @@ class RankEnd:
 
     code: exit code, negative for a signal; None where its starter was lost with it.
     ms: milliseconds from the common start to its death. asked: the signal we had sent before, 0 if none.
+    gpu: the device at its local rank, empty on CPUs.
     """
 
     node: int
     rank: int
     local_rank: int
-    code: Optional[int]
+    code: int | None
     ms: float
     asked: int
     tail: str = ""
+    gpu: str = ""
 
     @property
     def is_failure(self) -> bool:
@@ -65,23 +87,28 @@ class RankEnd:
 
 @dataclass(frozen=True)
 class NodeEnd:
-    """A node that ended otherwise than asked. ms: from the common start; None before it."""
+    """A node that ended otherwise than asked, or torchrun on it (is_engine).
+
+    ms: from the common start; None before it. is_late: it came after our own stop had begun, and is no cause.
+    """
 
     node: int
     why: str
-    ms: Optional[float] = None
+    ms: float | None = None
     is_engine: bool = False
     tail: str = ""
+    is_late: bool = False
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """One start of all ranks."""
+    """One start of all ranks. others: how many nodes are not on the launcher's host."""
 
     number: int
     ranks: tuple[RankEnd, ...]
     nodes: tuple[NodeEnd, ...]
     world_size: int
+    others: int = 0
 
 
 @dataclass(frozen=True)
@@ -90,8 +117,8 @@ class Cause:
 
     cause: str
     exit_code: int
-    rank: Optional[RankEnd] = None
-    node: Optional[NodeEnd] = None
+    rank: RankEnd | None = None
+    node: NodeEnd | None = None
     is_echo: bool = False
     message: str = ""
 
@@ -104,60 +131,118 @@ class Outcome:
     seconds: float = 0.0
 
 
-def excerpt(tail: str) -> str:
-    """What of a long stderr is worth sending: from the last traceback on, at most EXCERPT_BYTES.
+# --- what a rank said ---
 
-    >>> excerpt("noise\\n" * 3 + "Traceback (most recent call last):\\nValueError: x\\n")[:9]
-    'Traceback'
+
+@dataclass(frozen=True)
+class _Said:
+    """An exception in a stderr, with those it was raised from: lines `start` to `end`; `text` is the first one's."""
+
+    start: int
+    end: int
+    text: str
+
+    @property
+    def is_own(self) -> bool:
+        is_torchs = _TORCH_ERRORS.fullmatch(self.text.partition(":")[0])
+        return not (is_torchs and _ECHOES.search(self.text))
+
+
+def _exceptions(lines: Sequence[str]) -> list[_Said]:
+    """The exceptions in a stderr, in their order."""
+    found: list[_Said] = []
+    is_inside = is_chained = False
+    start = 0
+    for number, line in enumerate(_MARK.sub("", line, count=1) for line in lines):
+        if line == _TRACEBACK:
+            is_inside = True
+            start = number
+        elif line.startswith(_CHAINED):
+            is_chained = bool(found) and number - found[-1].end <= _CHAIN_LINES
+        elif line[:1] not in ("", " ", "\t") if is_inside else _EXCEPTION.fullmatch(line):
+            first = found.pop() if is_chained else _Said(start if is_inside else number, number, line)
+            found.append(_Said(first.start, number, first.text))
+            is_inside = is_chained = False
+    return found
+
+
+def _chosen(lines: Sequence[str]) -> _Said | None:
+    """The exception that tells most: the last one of the rank's own, else the last one."""
+    said = _exceptions(lines)
+    return next((one for one in reversed(said) if one.is_own), said[-1] if said else None)
+
+
+def excerpt(tail: str) -> str:
+    """What of a long stderr is worth keeping: an exception and a little of what follows it, else its end.
+
+    >>> excerpt("noise\\nTraceback (most recent call last):\\n  f()\\nValueError: x\\nbye\\n")
+    'Traceback (most recent call last):\\n  f()\\nValueError: x\\nbye\\n'
     """
-    start = tail.rfind(_TRACEBACK)
-    text = tail[start:] if start >= 0 else tail
-    if len(text) <= EXCERPT_BYTES:
-        return text if start >= 0 else text[-EXCERPT_BYTES:]
-    # A long C++ trace after the exception: its head holds the exception, its end the abort.
-    return text[: EXCERPT_BYTES // 2] + "\n[…]\n" + text[-EXCERPT_BYTES // 2 :]
+    lines = tail.splitlines(keepends=True)
+    said = _chosen([line.rstrip("\r\n") for line in lines])
+    if said is None:
+        return tail[-EXCERPT_BYTES:]
+    exception, after = "".join(lines[said.start : said.end + 1]), "".join(lines[said.end + 1 :])
+    return _without_middle(exception, EXCERPT_BYTES - _AFTER_BYTES) + _without_middle(after, _AFTER_BYTES)
+
+
+def _without_middle(text: str, limit: int) -> str:
+    half = (limit - len(_GAP) - 2) // 2
+    return text if len(text) <= limit else f"{text[:half]}\n{_GAP}\n{text[-half:]}"
+
+
+def last_words(tail: str, count: int) -> list[str]:
+    """At most `count` lines of a stderr: up to its exception, and the last few of what follows."""
+    lines = [line.rstrip() for line in tail.splitlines() if line.strip()]
+    said = _chosen(lines)
+    if said is None:
+        return lines[-count:]
+    after = lines[said.end + 1 :]
+    if len(after) > _AFTER_LINES:
+        after = [_GAP, *after[1 - _AFTER_LINES :]]
+    return [*lines[: said.end + 1][len(after) - count :], *after]
 
 
 def is_echo(end: RankEnd) -> bool:
     """Whether this rank failed because another one had.
 
-    A Python exception of its own is never an echo; an exception that only reports a lost connection is one.
+    A Python exception of its own is never an echo, one that only reports a lost connection is; nor is an end that the
+    program chose, or a signal from outside.
     """
-    own = [name + text for name, text in _EXCEPTION.findall(end.tail) if not _ECHOES.search(name + text)]
-    if own:
-        return False
-    return bool(_ECHOES.search(end.tail)) or end.code == -signal.SIGPIPE
+    said = _exceptions(end.tail.splitlines())
+    if said:
+        return not any(one.is_own for one in said)
+    return end.code in _HELPLESS and (bool(_ECHOES.search(end.tail)) or end.code == -signal.SIGPIPE)
 
 
-def first_failure(attempt: Attempt) -> Optional[Cause]:
-    """The first failure that is no echo of another; None where nothing failed by itself."""
+# --- what it means ---
+
+
+def first_failure(attempt: Attempt) -> Cause | None:
+    """The first failure; None where nothing failed by itself.
+
+    In this order, each by time: a failure that is no echo, of a rank, its starter or torchrun; a rank that left early
+    with 0 or a node lost, before the first echo; an echo; a node lost.
+    """
     failed = sorted((end for end in attempt.ranks if end.is_failure), key=lambda end: end.ms)
     echoes = [end for end in failed if is_echo(end)]
-    lost = [node for node in attempt.nodes if not node.is_engine]
-    engines = [node for node in attempt.nodes if node.is_engine]
-    own = next((end for end in failed if end not in echoes and end.code is not None), None)
+    nodes = sorted((end for end in attempt.nodes if not end.is_late), key=_node_ms)
+    lost = [end for end in nodes if not end.is_engine]
     first_echo_ms = echoes[0].ms if echoes else float("inf")
-    if own is not None:
-        return _of_rank(own)
-    if engines:
-        return Cause("internal", INTERNAL, node=engines[0], message=engines[0].why)
-    early = min(
-        (end for end in attempt.ranks if end.code == 0 and not end.asked and end.ms < first_echo_ms),
-        key=lambda end: end.ms,
-        default=None,
-    )
-    for node in lost:
-        if node.ms is None or node.ms <= first_echo_ms or not echoes:
-            return _of_node(attempt, node, lost)
-    dead = next((end for end in failed if end.code is None), None)
-    if dead is not None:
-        return _of_rank(dead)
-    if echoes:
-        if early is not None:
-            words = f"rank {early.rank} left early with 0 while others still needed it"
-            return Cause("rank_exit", echoes[0].exit_code, rank=echoes[0], is_echo=True, message=words)
-        return _of_rank(echoes[0], is_echo=True)
-    return _of_node(attempt, lost[0], lost) if lost else None
+    own = [(end.ms, _of_rank(end)) for end in failed if end not in echoes]
+    own += [(_node_ms(end), _of_engine(end)) for end in nodes if end.is_engine]
+    before = [(end.ms, _of_early(end, echoes)) for end in attempt.ranks if end.code == 0 and not end.asked and echoes]
+    before += [(_node_ms(end), _of_lost(attempt, lost)) for end in lost[:1]]
+    before = [(ms, cause) for ms, cause in before if ms <= first_echo_ms]
+    after = [(end.ms, _of_rank(end, is_echo=True)) for end in echoes[:1]]
+    for causes in (own, before, after):
+        if causes:
+            return min(causes, key=lambda one: one[0])[1]
+    return _of_lost(attempt, lost) if lost else None
+
+
+def _node_ms(end: NodeEnd) -> float:
+    return -1.0 if end.ms is None else end.ms
 
 
 def _of_rank(end: RankEnd, is_echo: bool = False) -> Cause:
@@ -165,10 +250,29 @@ def _of_rank(end: RankEnd, is_echo: bool = False) -> Cause:
     return Cause(cause, end.exit_code, rank=end, is_echo=is_echo)
 
 
-def _of_node(attempt: Attempt, node: NodeEnd, lost: Sequence[NodeEnd]) -> Cause:
-    others = len({end.node for end in lost})
-    words = node.why if others == 1 else f"{node.why} (the launcher lost {others} nodes at the same time)"
-    return Cause("node_lost", NodeLost.exit_code, node=node, message=words)
+def _of_engine(end: NodeEnd) -> Cause:
+    return Cause("internal", INTERNAL, node=end, message=end.why)
+
+
+def _of_early(end: RankEnd, echoes: Sequence[RankEnd]) -> Cause:
+    """The exit code is that of the first rank that could not go on."""
+    return Cause("rank_exit", echoes[0].exit_code, rank=end, message="it left early, while others still needed it")
+
+
+def _of_lost(attempt: Attempt, lost: Sequence[NodeEnd]) -> Cause:
+    """All other nodes at once: the fault is more likely here than there."""
+    first = lost[0]
+    together = {end.node for end in lost if _node_ms(end) - _node_ms(first) <= _ONE_WINDOW_MS}
+    if len(together) == 1:
+        return Cause("node_lost", NodeLost.exit_code, node=first, message=first.why)
+    if len(together) == attempt.others:
+        words = (
+            f"this host lost all {len(together)} other nodes at once ({first.why}): look at this host and its network"
+        )
+        return Cause("node_lost", NodeLost.exit_code, message=words)
+    more = len(together) - 1
+    words = f"{first.why}, and {more} other node{'s' if more > 1 else ''} at the same time"
+    return Cause("node_lost", NodeLost.exit_code, node=first, message=words)
 
 
 def decide(attempt: Attempt, stopped_by: int) -> Cause:
@@ -176,67 +280,84 @@ def decide(attempt: Attempt, stopped_by: int) -> Cause:
 
     stopped_by: the signal that made the launcher stop, 0 if none.
     """
+    # The one code of all ranks, where there is one.
     codes = {end.code for end in attempt.ranks}
-    is_whole = len(attempt.ranks) == attempt.world_size
-    if is_whole and codes == {SAVED}:
+    code = next(iter(codes)) if len(codes) == 1 and len(attempt.ranks) == attempt.world_size else None
+    if code == SAVED:
         return Cause("saved", SAVED, message="every rank saved its state and left")
-    if is_whole and codes == {0} and not attempt.nodes:
+    if code == 0 and not (stopped_by and any(end.asked for end in attempt.ranks)):
         return Cause("done", 0)
     if stopped_by:
         # Ranks that all end with one code of their own have said how it ended; a code after TERM is not the signal's.
-        if is_whole and len(codes) == 1 and None not in codes and min(code or 0 for code in codes) >= 0:
-            return Cause("stopped", next(iter(codes)) or 0, message=f"stopped by {signal_name(stopped_by)}")
-        return Cause("stopped", 128 + stopped_by, message=f"stopped by {signal_name(stopped_by)}")
+        exit_code = code if code is not None and code >= 0 else 128 + stopped_by
+        return Cause("stopped", exit_code, rank=_before_stop(attempt), message=f"stopped by {signal_name(stopped_by)}")
     failure = first_failure(attempt)
-    if failure is not None:
-        return failure
-    return Cause("internal", INTERNAL, message="the launch ended without a rank that failed")
+    return failure or Cause("internal", INTERNAL, message="the launch ended without a rank that failed")
+
+
+def _before_stop(attempt: Attempt) -> RankEnd | None:
+    """A failure that was there before the signal came, worth a word beside it."""
+    failure = first_failure(attempt)
+    is_own = failure is not None and failure.cause == "rank_exit" and not failure.is_echo and failure.exit_code
+    return failure.rank if failure and is_own else None
+
+
+# --- as JSON ---
 
 
 def to_json(outcome: Outcome, hosts: Sequence[str], hint: str) -> dict[str, Any]:
+    """What `--json FILE` writes."""
     cause = outcome.cause
-    end = cause.rank
-    last = outcome.attempts[-1] if outcome.attempts else None
-    failure: Optional[dict[str, Any]] = None
-    if end is not None and cause.cause not in ("done", "saved"):
-        failure = _failure_json(end, hosts, hint)
-    elif cause.node is not None:
-        failure = {
-            "host": hosts[cause.node.node], "node_rank": cause.node.node, "rank": None, "local_rank": None,
-            "exit_code": None, "signal": None, "stderr_tail": cause.node.tail, "hint": hint,
-        }  # fmt: skip
+    last = outcome.attempts[-1] if outcome.attempts else Attempt(0, (), (), 0)
     logs = dict(outcome.logs)
-    lost = {node.node: node.why for node in last.nodes} if last else {}
+    errors = {node.node: node.why for node in reversed(last.nodes)}
     return {
         "exit_code": cause.exit_code,
         "cause": cause.cause,
         "message": cause.message,
         "attempts": len(outcome.attempts),
         "seconds": round(outcome.seconds, 3),
-        "first_failure": failure,
+        "first_failure": _failure(cause, hosts, hint),
         "nodes": [
-            {"host": host, "node_rank": index, "log": logs.get(index), "error": lost.get(index)} for index, host in enumerate(hosts)
+            {"host": host, "node_rank": index, "log": logs.get(index), "error": errors.get(index)}
+            for index, host in enumerate(hosts)
         ],
         "ranks": [
             {
-                "rank": one.rank, "local_rank": one.local_rank, "node_rank": one.node, "host": hosts[one.node],
-                "exit_code": one.code if one.code is None or one.code >= 0 else None,
-                "signal": signal_name(-one.code) if one.code is not None and one.code < 0 else None,
-                "milliseconds": one.ms, "ended_by": "us" if one.asked else "itself",
+                **_place(end, hosts),
+                **_ending(end),
+                "milliseconds": end.ms,
+                "ended_by": "us" if end.asked else "itself",
             }
-            for one in sorted(last.ranks if last else (), key=lambda one: one.rank)
+            for end in sorted(last.ranks, key=lambda end: end.rank)
         ],
-    }  # fmt: skip
+    }
 
 
-def _failure_json(end: RankEnd, hosts: Sequence[str], hint: str) -> dict[str, Any]:
+def _failure(cause: Cause, hosts: Sequence[str], hint: str) -> dict[str, Any] | None:
+    end, node = cause.rank, cause.node
+    if end is not None:
+        return {**_place(end, hosts), **_ending(end), "stderr_tail": end.tail, "hint": hint}
+    if node is not None:
+        place = {"host": hosts[node.node], "node_rank": node.node, "rank": None, "local_rank": None, "gpu": None}
+        return {**place, "exit_code": None, "signal": None, "stderr_tail": node.tail, "hint": hint}
+    return None
+
+
+def _place(end: RankEnd, hosts: Sequence[str]) -> dict[str, Any]:
     return {
         "host": hosts[end.node],
         "node_rank": end.node,
         "rank": end.rank,
         "local_rank": end.local_rank,
-        "exit_code": end.code if end.code is not None and end.code >= 0 else None,
-        "signal": signal_name(-end.code) if end.code is not None and end.code < 0 else None,
-        "stderr_tail": end.tail,
-        "hint": hint,
+        "gpu": end.gpu or None,
+    }
+
+
+def _ending(end: RankEnd) -> dict[str, Any]:
+    """A rank lost without a record has neither code nor signal."""
+    code = end.code
+    return {
+        "exit_code": code if code is not None and code >= 0 else None,
+        "signal": signal_name(-code) if code is not None and code < 0 else None,
     }

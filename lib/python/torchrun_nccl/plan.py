@@ -7,13 +7,13 @@ import re
 import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Optional
+from typing import Any
 
 from . import environment, transports
 from .allocation import Allocation, Host
 from .environment import Pairs
 from .errors import Refused, UsageError
-from .hostlist import short_names
+from .hostlist import fold, short_names
 from .node.engine import torchrun_words
 from .options import Options
 from .transports import Words
@@ -24,6 +24,10 @@ GRACE = {"pbs": 5.0}
 DEFAULT_GRACE = 15.0
 #: After a failure no rank can save anything that all agree on, so there is less to wait for.
 FAILURE_GRACE = 5.0
+#: Stands in a node's plan for as many processes as it has CPUs.
+PER_CPU = 0
+_MAX_PORT = 65535
+_ANY_PORT = 29500
 
 
 @dataclass(frozen=True)
@@ -34,9 +38,9 @@ class NodePlan:
     host: str
     short: str
     spare: bool
-    nproc: Optional[int]
-    gpus: Optional[int]
-    cpus: Optional[int]
+    nproc: int | None
+    gpus: int | None
+    cpus: int | None
     transport: str
     is_here: bool
     words: Words
@@ -59,7 +63,7 @@ class Context:
     door: str
     python: str
     terminal: str
-    find: Callable[[str], Optional[str]]
+    find: Callable[[str], str | None]
 
 
 @dataclass(frozen=True)
@@ -82,14 +86,14 @@ class Plan:
     environment: Pairs
     user_devices: Pairs
     scheduler_devices: Pairs
-    gpus: Optional[str]
+    gpus: str | None
     device: str
     is_nproc_explicit: bool
     simulate: bool
-    omp: Optional[int]
-    user_omp: Optional[str]
-    scheduler_omp: Optional[str]
-    master_port: Optional[int]
+    omp: int | None
+    user_omp: str | None
+    scheduler_omp: str | None
+    master_port: int | None
     master_port_source: str
     torchrun: Words
     grace: float
@@ -104,31 +108,16 @@ def make_plan(options: Options, allocation: Allocation, context: Context) -> Pla
     """Decide everything that can be decided here. Raises UsageError or Refused."""
     env = dict(context.environment)
     hosts = _hosts(options, allocation)
-    here = [
-        allocation.scheduler in ("simulate", "local")
-        or transports.is_name_of_here(h.name, context.own_names, context.hostname)
-        for h in hosts
-    ]
+    here = [_is_here(allocation, host, context) for host in hosts]
     choice = transports.choose(allocation, options.transport, not all(here), context.find)
-    names = short_names([host.name for host in hosts])
-    label = options.target if options.module else transports.basename(options.target)
+    label = _label(options, context.directory)
+    shorts = [_file_part(name) for name in short_names([host.name for host in hosts])]
     nodes = tuple(
-        _node(
-            options,
-            allocation,
-            context,
-            choice,
-            index,
-            host,
-            is_here,
-            name,
-            _log_name(label, name, allocation.array_index),
-        )
-        for index, (host, is_here, name) in enumerate(zip(hosts, here, names))
+        _node(options, allocation, context, choice, (index, host, is_here), short, label)
+        for index, (host, is_here, short) in enumerate(zip(hosts, here, shorts))
     )
     port, port_source = _master_port(options, env)
-    user_omp, scheduler_omp = _omp(allocation.scheduler, env)
-    log_directory = os.path.join(context.directory, options.log_dir or "")
+    user_omp, scheduler_omp = _omp(env)
     return Plan(
         launch_id=context.launch_id,
         scheduler=allocation.scheduler,
@@ -142,16 +131,15 @@ def make_plan(options: Options, allocation: Allocation, context: Context) -> Pla
         script="" if options.module or options.no_python else options.target,
         python=context.python,
         directory=context.directory,
-        log_directory=log_directory.rstrip("/") or "/",
+        log_directory=os.path.join(context.directory, options.log_dir or "").rstrip("/") or "/",
         umask=context.umask,
         limits=context.limits,
         environment=environment.carried(context.environment),
         user_devices=_only(context.environment, environment.DEVICE_NAMES),
         scheduler_devices=_only(context.scheduler_environment, environment.DEVICE_NAMES),
-        gpus=options.gpus,
-        device="cpu" if options.nproc == "cpu" else "gpu" if options.nproc == "gpu" else options.device,
-        is_nproc_explicit=isinstance(options.nproc, int)
-        or (all(node.nproc for node in nodes) and allocation.scheduler in _SLOTS_ARE_PROCESSES),
+        gpus=_gpus(options, len(hosts)),
+        device=_device(options),
+        is_nproc_explicit=_is_nproc_explicit(options, allocation, hosts),
         simulate=bool(options.simulate),
         omp=options.omp,
         user_omp=user_omp,
@@ -168,24 +156,35 @@ def make_plan(options: Options, allocation: Allocation, context: Context) -> Pla
     )
 
 
+# --- nodes ---
+
+
 def _hosts(options: Options, allocation: Allocation) -> tuple[Host, ...]:
     hosts = allocation.hosts
-    if options.nnodes is None:
-        return hosts
-    if options.nnodes > len(hosts):
-        names = ", ".join(host.name for host in hosts[:8]) + (", …" if len(hosts) > 8 else "")
-        raise Refused(f"--nnodes {options.nnodes}: only {len(hosts)} in the allocation ({allocation.why}): {names}")
+    if options.nnodes is not None and options.nnodes > len(hosts):
+        raise Refused(
+            f"--nnodes {options.nnodes}: there {'is' if len(hosts) == 1 else 'are'} only {len(hosts)} "
+            f"({fold(host.name for host in hosts)}; {allocation.why}); give at most {len(hosts)}, or run on more hosts"
+        )
     return hosts[: options.nnodes]
 
 
-#: Where a host's slots are a person's wish for processes, not a scheduler's count of CPUs.
-_SLOTS_ARE_PROCESSES = ("hosts", "hostfile", "simulate")
+def _is_here(allocation: Allocation, host: Host, context: Context) -> bool:
+    if allocation.scheduler in ("simulate", "local"):
+        return True
+    return transports.is_name_of_here(host.name, context.own_names, context.hostname)
 
 
 def _node(
-    options: Options, allocation: Allocation, context: Context, choice: transports.Choice,
-    index: int, host: Host, is_here: bool, short: str, log: str,
-) -> NodePlan:  # fmt: skip
+    options: Options,
+    allocation: Allocation,
+    context: Context,
+    choice: transports.Choice,
+    place: tuple[int, Host, bool],
+    short: str,
+    label: str,
+) -> NodePlan:
+    index, host, is_here = place
     local = transports.TRANSPORTS["local"]
     transport = local if is_here and options.transport is None else choice.transport
     door = transports.door_words(
@@ -193,23 +192,90 @@ def _node(
     )
     if transport.name == "ssh":
         transports.check_remote_words(door)
-    words = (*transport.start(choice.program, host, options.ssh_options), *door)
     return NodePlan(
-        index, host.name, short, False, _nproc(options, allocation, host), host.gpus, host.cpus, transport.name,
-        is_here or transport is local, words, log,
-    )  # fmt: skip
+        index=index,
+        host=host.name,
+        short=short,
+        spare=False,
+        nproc=_nproc(options, allocation, host),
+        gpus=host.gpus,
+        cpus=host.cpus,
+        transport=transport.name,
+        is_here=is_here or transport is local,
+        words=(*transport.start(choice.program, host, options.ssh_options), *door),
+        log=_log_name(label, short, allocation.array_index),
+    )
 
 
-def _nproc(options: Options, allocation: Allocation, host: Host) -> Optional[int]:
+def _label(options: Options, directory: str) -> str:
+    """What a log is called after: the file's or folder's name, or the module's."""
+    if options.module:
+        return options.target.replace("/", "_")
+    return os.path.basename(os.path.normpath(os.path.join(directory, options.target))) or "_"
+
+
+def _log_name(label: str, host: str, array_index: str) -> str:
+    """
+    >>> _log_name("train.py", "gadi-gpu-v100-0031", ""), _log_name("pkg.mod", "n1", "5")
+    ('output.train.py.gadi-gpu-v100-0031.log', 'output.pkg.mod.n1.5.log')
+    """
+    return ".".join(part for part in ("output", label, host, array_index, "log") if part)
+
+
+def _file_part(host: str) -> str:
+    """A host's name for a file's: an address may hold a colon, a name a user.
+
+    >>> _file_part("me@n1.site.org"), _file_part("2001:db8::5")
+    ('n1.site.org', '2001_db8__5')
+    """
+    return re.sub(r"[^A-Za-z0-9._-]", "_", host.rpartition("@")[2])
+
+
+# --- processes and devices ---
+
+#: Where a host's slots are a person's wish for processes, not a scheduler's count of CPUs.
+_SLOTS_ARE_PROCESSES = ("hosts", "hostfile", "simulate")
+
+
+def _nproc(options: Options, allocation: Allocation, host: Host) -> int | None:
     if isinstance(options.nproc, int):
         return options.nproc
     if options.nproc == "cpu":
-        return 0  # as many as the node has CPUs
-    if allocation.scheduler in _SLOTS_ARE_PROCESSES and host.slots:
+        return PER_CPU
+    if _has_wish(options, allocation, host):
         return host.slots
     if options.gpus is not None:
         return len(options.gpus.split(","))
-    return host.gpus
+    return host.gpus or (1 if _device(options) == "cpu" else None)
+
+
+def _has_wish(options: Options, allocation: Allocation, host: Host) -> bool:
+    """Whether the host's slots say how many processes a person wants there."""
+    return allocation.scheduler in _SLOTS_ARE_PROCESSES and options.nproc in (None, "auto") and host.slots > 0
+
+
+def _is_nproc_explicit(options: Options, allocation: Allocation, hosts: tuple[Host, ...]) -> bool:
+    """Whether a person said how many processes: they may then run on CPUs where no node has a GPU."""
+    return isinstance(options.nproc, int) or all(_has_wish(options, allocation, host) for host in hosts)
+
+
+def _device(options: Options) -> str:
+    return str(options.nproc) if options.nproc in ("cpu", "gpu") else options.device
+
+
+def _gpus(options: Options, nodes: int) -> str | None:
+    if options.gpus is not None and nodes > 1 and re.search("[A-Za-z]", options.gpus):
+        raise UsageError(
+            f"--gpus {options.gpus}: such names mean nothing on another node; give indices, as in --gpus 0,1"
+        )
+    return options.gpus
+
+
+def _only(pairs: Pairs, names: tuple[str, ...]) -> Pairs:
+    return tuple((name, value) for name, value in pairs if name in names)
+
+
+# --- the rest ---
 
 
 def _argv(options: Options, context: Context) -> Words:
@@ -222,36 +288,27 @@ def _argv(options: Options, context: Context) -> Words:
     return (*options.wrap, *program, *options.arguments)
 
 
-def _log_name(label: str, host: str, array_index: str) -> str:
-    """
-    >>> _log_name("train.py", "gadi-gpu-v100-0031", ""), _log_name("pkg.mod", "n1", "5")
-    ('output.train.py.gadi-gpu-v100-0031.log', 'output.pkg.mod.n1.5.log')
-    """
-    parts = ("output", label, re.sub(r"[^A-Za-z0-9._-]", "_", host.rpartition("@")[2]), array_index)
-    return ".".join(part for part in parts if part) + ".log"
-
-
-def _master_port(options: Options, env: dict[str, str]) -> tuple[Optional[int], str]:
+def _master_port(options: Options, env: dict[str, str]) -> tuple[int | None, str]:
     if options.master_port is not None:
         return options.master_port, "from --master-port"
     text = env.get("MASTER_PORT", "")
     if not text:
         return None, "chosen by this command"
-    if not text.isascii() or not text.isdigit() or not 0 < int(text) < 65536:
-        raise UsageError(f"MASTER_PORT={text} (from the environment) is no port; give 1 to 65535, or unset it")
+    if not re.fullmatch("[0-9]{1,5}", text) or not 0 < int(text) <= _MAX_PORT:
+        raise UsageError(
+            f'MASTER_PORT: "{text}" (in the environment) is not a port: give 1 to {_MAX_PORT}, or unset it'
+        )
     return int(text), "from MASTER_PORT in the environment"
 
 
-def _omp(scheduler: str, env: dict[str, str]) -> tuple[Optional[str], Optional[str]]:
+def _omp(env: dict[str, str]) -> tuple[str | None, str | None]:
     """The user's OMP_NUM_THREADS, else the scheduler's: PBS sets it and NCPUS alike, to the CPUs of a chunk."""
     value = env.get("OMP_NUM_THREADS")
-    if value is not None and scheduler == "pbs" and value == env.get("NCPUS"):
+    if not value:
+        return None, None
+    if env.get("PBS_JOBID") and value == env.get("NCPUS"):
         return None, value
     return value, None
-
-
-def _only(pairs: Pairs, names: tuple[str, ...]) -> Pairs:
-    return tuple((name, value) for name, value in pairs if name in names)
 
 
 def _torchrun_extra(options: Options) -> Words:
@@ -281,7 +338,7 @@ def to_json(plan: Plan) -> dict[str, Any]:
                 "node_rank": node.index,
                 "host": node.host,
                 "spare": node.spare,
-                "nproc": node.nproc,
+                "nproc": node.nproc or None,
                 "words": list(node.words),
                 "log": os.path.join(plan.log_directory, node.log),
             }
@@ -305,10 +362,7 @@ def to_text(plan: Plan) -> str:
         ("directory", plan.directory),
         ("python", plan.python),
         ("target", shlex.join(plan.argv)),
-        (
-            "processes",
-            "CPUs only" if plan.device == "cpu" else "one per GPU" if not plan.is_nproc_explicit else "as given",
-        ),
+        ("processes", _counts(plan)),
         ("grace", f"{plan.grace:g} s after TERM, {plan.failure_grace:g} s after a failure"),
         ("environment", f"{len(plan.environment)} variables carried" + _settings_found(plan)),
         *(("warning", text) for text in plan.warnings),
@@ -326,30 +380,33 @@ def to_text(plan: Plan) -> str:
     return "\n".join(lines) + "\n"
 
 
+_TUNING = ("NCCL_", "GLOO_", "TORCH_", "RCCL_", "FI_")
+
+
 def _settings_found(plan: Plan) -> str:
     """Which tuning variables are exported: one that was assigned but not exported is easily missed."""
-    names = sorted(
-        name for name, _ in plan.environment if name.startswith(("NCCL_", "GLOO_", "TORCH_", "RCCL_", "FI_"))
-    )
+    names = sorted(name for name, _ in plan.environment if name.startswith(_TUNING))
     return f", among them {', '.join(names)}" if names else ""
 
 
+def _counts(plan: Plan) -> str:
+    counts = [node.nproc for node in plan.nodes]
+    total = f"{sum(count or 0 for count in counts)} on {len(counts)} node{'s' if len(counts) > 1 else ''}"
+    return (total if all(counts) else _count(plan.nodes[0])) + (", all GPUs hidden" if plan.device == "cpu" else "")
+
+
 def _count(node: NodePlan) -> str:
-    return "one per CPU" if node.nproc == 0 else "one per GPU found there" if node.nproc is None else str(node.nproc)
+    return {None: "one per GPU found there", PER_CPU: "one per CPU"}.get(node.nproc, str(node.nproc))
 
 
 def _by_hand(plan: Plan, node: NodePlan) -> str:
-    """What a person could type on each node; the port stands for any free one, processes not known yet for all GPUs."""
+    """What a person could type on each node.
+
+    The port stands for any free one. torchrun takes `$` for a macro of its own in the words after --no-python.
+    """
     address = plan.nodes[0].host.rpartition("@")[2] if plan.transport != "local" else "127.0.0.1"
-    words = torchrun_words(
-        plan.python,
-        len(plan.nodes),
-        node.index,
-        node.nproc or 0,
-        address,
-        plan.master_port or 29500,
-        plan.launch_id,
-        plan.torchrun,
-    )
-    shown = tuple("--nproc-per-node=gpu" if word == "--nproc-per-node=0" else word for word in words)
-    return shlex.join((*shown, "--no-python", *plan.argv))
+    port = plan.master_port or _ANY_PORT
+    words = torchrun_words(plan.python, len(plan.nodes), node.index, 0, address, port, plan.launch_id, plan.torchrun)
+    nproc = {None: "gpu", PER_CPU: "cpu"}.get(node.nproc, str(node.nproc))
+    shown = (f"--nproc-per-node={nproc}" if word.startswith("--nproc-per-node=") else word for word in words)
+    return shlex.join((*shown, "--no-python", *(word.replace("$", "$$") for word in plan.argv)))

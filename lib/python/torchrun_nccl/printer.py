@@ -6,7 +6,7 @@ import os
 import threading
 import time
 from collections import deque
-from typing import IO, Optional
+from typing import IO
 
 LIMIT = 16 << 20
 
@@ -19,7 +19,7 @@ class Printer:
         self._pending = 0
         self._dropped = 0
         self._is_broken = False
-        self._thread: Optional[threading.Thread] = None
+        self._thread: threading.Thread | None = None
 
     def put(self, rank: int, text: str) -> None:
         """Queue lines of one rank, each marked ``[rank]``; beyond LIMIT bytes they are counted instead."""

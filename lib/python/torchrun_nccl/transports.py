@@ -58,13 +58,11 @@ TRANSPORTS: dict[str, Transport] = {
     )
 }
 
-#: In order of preference, by scheduler. pbsdsh first: it relays TERM to its task, a second path for a stop.
+#: For nodes elsewhere, in order of preference, by scheduler. pbsdsh first: it relays TERM, a second path for a stop.
 PREFERRED: dict[str, tuple[str, ...]] = {
     "pbs": ("pbsdsh", "pbs_tmrsh", "ssh"),
     "hosts": ("ssh",),
     "hostfile": ("ssh",),
-    "simulate": ("local",),
-    "local": ("local",),
 }
 #: Where PBS lives when its bin folder is not on PATH.
 PBS_FOLDERS = ("$PBS_EXEC/bin", "/opt/pbs/bin", "/opt/pbs/default/bin", "/usr/local/bin")
@@ -149,3 +147,7 @@ def is_name_of_here(name: str, own_names: frozenset[str], hostname: str) -> bool
     short, _, domain = name.partition(".")
     own_short, _, own_domain = hostname.partition(".")
     return short == own_short and not short.isdigit() and (not domain or not own_domain)
+
+
+def basename(path: str) -> str:
+    return path.rpartition("/")[2]

@@ -13,7 +13,7 @@ import socket
 import struct
 import sys
 import time
-from typing import Callable, NoReturn, Optional
+from typing import Callable, NoReturn
 
 from torchrun_nccl import environment
 from torchrun_nccl.channel import OUTPUT_LIMIT, Channel, Frame, Heart
@@ -36,7 +36,7 @@ class Rank:
     """One rank of this node, as its starter's connection tells it."""
 
     def __init__(self) -> None:
-        self.channel: Optional[Channel] = None
+        self.channel: Channel | None = None
         self.rank = -1
         self.local_rank = -1
         self.is_started = False
@@ -54,12 +54,12 @@ class Agent:
         self._door = door
         self._loop.watch(door, self._door_gone)
         self._channel = Channel(self._loop, reader, writer, self._receive, self._channel_lost)
-        self._heart: Optional[Heart] = None
+        self._heart: Heart | None = None
         self._node: Frame = {}
         self._job: Frame = {}
         self._folder = ""
-        self._reach_listener: Optional[socket.socket] = None
-        self._log_lock: Optional[socket.socket] = None
+        self._reach_listener: socket.socket | None = None
+        self._log_lock: socket.socket | None = None
         self._log = ""
         self._leaving = ""
         self._reset()
@@ -71,7 +71,7 @@ class Agent:
         self._ranks: list[Rank] = []
         self._engine = 0
         self._engine_tail = bytearray()
-        self._listener: Optional[socket.socket] = None
+        self._listener: socket.socket | None = None
         self._stopping = False
         self._clearing = False
         self._timers: list[Timer] = []
@@ -154,15 +154,23 @@ class Agent:
         self._worker_environment = environment.for_worker(
             self._job["environment"], os.environ, socket.gethostname(), os.path.isdir, go["settings"]
         )
-        address = self._listen()
+        socket_name = self._listen()
         self._make_folder()
+        address, port = go["master"]
         words = (
             *engine.torchrun_words(
-                self._job["python"], go["nnodes"], go["node_rank"], go["nproc"], *go["master"], self.launch_id, self._job["torchrun"]
+                self._job["python"],
+                go["nnodes"],
+                go["node_rank"],
+                go["nproc"],
+                address,
+                port,
+                self.launch_id,
+                self._job["torchrun"],
             ),
             *engine.starter_words(sys.executable, STARTER),
         )
-        own = {SOCKET_VARIABLE: address, "PYTHONSAFEPATH": "1", **({"TMPDIR": self._folder} if self._folder else {})}
+        own = {SOCKET_VARIABLE: socket_name, "PYTHONSAFEPATH": "1", **({"TMPDIR": self._folder} if self._folder else {})}
         self._spawn_engine(words, self._worker_environment | own)
 
     def _prepare_log(self) -> None:
@@ -185,7 +193,9 @@ class Agent:
         try:
             os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666))
         except OSError as error:
-            self._channel.send({"is": "trouble", "text": f"{path}: {error.strerror}; its text is lost, the training goes on"})
+            self._channel.send(
+                {"is": "trouble", "text": f"{path}: {error.strerror}; its text is lost, the training goes on"}
+            )
         self._log = path
         self._channel.send({"is": "log", "path": path})
 
@@ -255,7 +265,9 @@ class Agent:
             return
         rank = Rank()
         fd = connection.detach()
-        rank.channel = Channel(self._loop, fd, fd, lambda frame: self._hear_rank(rank, frame), lambda _: self._lose_rank(rank))
+        rank.channel = Channel(
+            self._loop, fd, fd, lambda frame: self._hear_rank(rank, frame), lambda _: self._lose_rank(rank)
+        )
 
     def _hear_rank(self, rank: Rank, frame: Frame) -> None:
         assert rank.channel
@@ -302,7 +314,7 @@ class Agent:
             "signal_group": job["signal_group"],
         }
 
-    def _send_exit(self, rank: Rank, code: Optional[int], at: float, asked: int, tail: str) -> None:
+    def _send_exit(self, rank: Rank, code: int | None, at: float, asked: int, tail: str) -> None:
         self._channel.send(
             {
                 "is": "exit",
@@ -444,9 +456,11 @@ class Agent:
 class Reach:
     """Tries all addresses of node 0 at once; tells which answered as node 0, and from which own address."""
 
-    def __init__(self, loop: Loop, addresses: list[str], port: int, word: bytes, done: Callable[[dict[str, str]], None]) -> None:
+    def __init__(
+        self, loop: Loop, addresses: list[str], port: int, word: bytes, done: Callable[[dict[str, str]], None]
+    ) -> None:
         self._loop, self._word = loop, word
-        self._done: Optional[Callable[[dict[str, str]], None]] = done
+        self._done: Callable[[dict[str, str]], None] | None = done
         self._found: dict[str, str] = {}
         self._waiting: dict[int, tuple[str, socket.socket]] = {}
         self._timer = loop.after(REACH_SECONDS, self._finish)
@@ -507,7 +521,7 @@ def main(launch_id: str, index: int, reader: int, writer: int, door: int) -> NoR
     try:
         processes.become_subreaper()
         Agent(launch_id, index, reader, writer, door).run()
-    except BaseException:  # noqa: BLE001 (the door's code must not go on in this process)
+    except BaseException:
         import traceback
 
         traceback.print_exc()

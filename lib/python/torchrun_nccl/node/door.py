@@ -9,13 +9,15 @@ the scheduler's end of the task is seen at once. When the agent ends, it KILLs w
 
 from __future__ import annotations
 
+import contextlib
 import os
 import selectors
 import signal
 import socket
 import sys
 import time
-from typing import NoReturn, Optional
+from collections.abc import Iterator
+from typing import NoReturn
 
 if __name__ == "__main__":
     sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
@@ -44,63 +46,60 @@ def split_address(text: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def connect_any(addresses: list[tuple[str, int]], seconds: float) -> Optional[socket.socket]:
-    """The first of `addresses` that answers, all tried side by side; None when none does in time.
+def connect_any(addresses: list[tuple[str, int]], seconds: float) -> Iterator[socket.socket]:
+    """Connections to `addresses`, all tried side by side, in the order in which they answer, for at most `seconds`.
 
     A name is looked up here, on the node; several results are all tried.
     """
     selector = selectors.DefaultSelector()
     deadline = time.monotonic() + seconds
-    waiting = []
+    waiting: dict[int, socket.socket] = {}
     for host, port in addresses:
-        try:
-            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        except OSError:
-            continue
-        for family, kind, protocol, _, address in found:
-            attempt = socket.socket(family, kind, protocol)
-            attempt.setblocking(False)
-            attempt.connect_ex(address)
-            selector.register(attempt, selectors.EVENT_WRITE)
-            waiting.append(attempt)
-    winner = None
-    while waiting and winner is None and time.monotonic() < deadline:
+        with contextlib.suppress(OSError):
+            for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+                attempt = socket.socket(family, kind, protocol)
+                attempt.setblocking(False)
+                attempt.connect_ex(address)
+                selector.register(attempt, selectors.EVENT_WRITE)
+                waiting[attempt.fileno()] = attempt
+    while waiting and time.monotonic() < deadline:
         for key, _ in selector.select(deadline - time.monotonic()):
-            attempt = key.fileobj
-            assert isinstance(attempt, socket.socket)
+            attempt = waiting.pop(key.fd)
             selector.unregister(attempt)
-            waiting.remove(attempt)
-            if winner is None and attempt.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == 0:
-                winner = attempt
-            else:
-                attempt.close()
-    for attempt in waiting:
+            if attempt.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == 0:
+                yield attempt
+            attempt.close()
+    for attempt in waiting.values():
         attempt.close()
     selector.close()
-    return winner
 
 
 def open_socket(words: str, launch_id: str, index: int, seconds: float) -> int:
     """Connect to the launcher, prove who we are and see that it is it; the descriptor, ready for frames."""
-    addresses = [split_address(word) for word in words.split(",")]
-    connection = connect_any(addresses, seconds)
-    if connection is None:
-        sys.exit(f"torchrun_nccl: no answer from the launcher at {words} within {seconds:g} s")
+    key = find_key(dict(os.environ), launch_id)
+    problem = ""
+    for connection in connect_any([split_address(word) for word in words.split(",")], seconds):
+        try:
+            _shake_hands(connection, key, launch_id, index)
+            return os.dup(connection.fileno())
+        except (OSError, ValueError) as error:
+            # Some other program may listen there: a private address can be this node's own, too.
+            problem = f"; what answered did not let us in: {error}"
+    sys.exit(f"torchrun_nccl: no answer from the launcher at {words} within {seconds:g} s{problem}")
+
+
+def _shake_hands(connection: socket.socket, key: bytes, launch_id: str, index: int) -> None:
     connection.settimeout(channel.GREETING_SECONDS)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    key = find_key(dict(os.environ), launch_id)
     mine = os.urandom(16).hex()
-    try:
-        connection.sendall(channel.greeting(launch_id, index) + channel.encode({"nonce": mine}))
-        answer = channel.decode(_read_line(connection))
-        theirs = str(answer.get("nonce"))
-        if not authentication.is_proof(answer.get("proof"), key, "launcher", launch_id, mine, theirs):
-            sys.exit("torchrun_nccl: what answered at the launcher's address does not know the key")
-        connection.sendall(channel.encode({"proof": authentication.proof(key, "door", launch_id, str(index), mine, theirs)}))
-    except (OSError, ValueError) as error:
-        sys.exit(f"torchrun_nccl: the launcher did not let us in: {error}")
+    connection.sendall(channel.greeting(launch_id, index) + channel.encode({"nonce": mine}))
+    answer = channel.decode(_read_line(connection))
+    theirs = str(answer.get("nonce"))
+    if not authentication.is_proof(answer.get("proof"), key, "launcher", launch_id, mine, theirs):
+        raise ConnectionError("it does not know the key")
+    proof = authentication.proof(key, "door", launch_id, str(index), mine, theirs)
+    connection.sendall(channel.encode({"proof": proof}))
     connection.settimeout(None)
-    return connection.detach()
 
 
 def _read_line(connection: socket.socket) -> bytes:
@@ -163,8 +162,8 @@ def _mind_agent(launch_id: str, index: int, reader: int, writer: int) -> int:
     signal.signal(signal.SIGCHLD, lambda *_: None)
     ended = dict(processes.reap())
     while agent not in ended:
-        number = signal.sigwait((signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD))
-        if number != signal.SIGCHLD:
+        told = signal.sigwait((signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD))
+        if told != signal.SIGCHLD:
             processes.send_signal(agent, signal.SIGTERM)
         ended = dict(processes.reap())
     code = ended[agent]

@@ -15,7 +15,14 @@ def bracketed(address: str) -> str:
 
 
 def torchrun_words(
-    python: str, nnodes: int, node_rank: int, nproc: int, address: str, port: int, run_id: str, extra: Sequence[str] = ()
+    python: str,
+    nnodes: int,
+    node_rank: int,
+    nproc: int,
+    address: str,
+    port: int,
+    run_id: str,
+    extra: Sequence[str] = (),
 ) -> tuple[str, ...]:
     """torch's command line is the only interface of it that is stable over versions (2.1 to 2.14)."""
     return (

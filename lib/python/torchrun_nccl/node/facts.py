@@ -14,7 +14,7 @@ import socket
 import struct
 import time
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any
 
 from torchrun_nccl.channel import Frame
 from torchrun_nccl.environment import DEVICE_NAMES
@@ -42,8 +42,8 @@ if spec and spec.submodule_search_locations:
 def value(name):
     found = re.search(r"^%s\b[^=\n]*=\s*['\"]([^'\"]*)" % name, text, re.M)
     return found and found.group(1)
-print(json.dumps({"version": "%d.%d.%d" % sys.version_info[:3], "torch": value("__version__") or (spec and "unknown") or None,
-                  "cuda": value("cuda"), "hip": value("hip")}))
+torch = value("__version__") or (spec and "unknown") or None
+print(json.dumps({"version": "%d.%d.%d" % sys.version_info[:3], "torch": torch, "cuda": value("cuda"), "hip": value("hip")}))
 """
 
 
@@ -63,7 +63,7 @@ _Address._fields_ = [
 IFF_UP, IFF_LOOPBACK, IFF_RUNNING = 0x1, 0x8, 0x40  # linux/if.h
 
 
-def _text_address(pointer: int) -> Optional[str]:
+def _text_address(pointer: int) -> str | None:
     family = struct.unpack("=H", ctypes.string_at(pointer, 2))[0]
     if family == socket.AF_INET:
         return socket.inet_ntop(family, ctypes.string_at(pointer + 4, 4))
@@ -86,7 +86,12 @@ def interfaces(root: str = "/") -> list[dict[str, Any]]:
         if entry.flags & IFF_UP and entry.flags & IFF_RUNNING:
             one = found.setdefault(
                 name,
-                {"name": name, "addresses": [], "loopback": bool(entry.flags & IFF_LOOPBACK), "infiniband": _is_infiniband(root, name)},
+                {
+                    "name": name,
+                    "addresses": [],
+                    "loopback": bool(entry.flags & IFF_LOOPBACK),
+                    "infiniband": _is_infiniband(root, name),
+                },
             )
             text = _text_address(entry.address) if entry.address else None
             if text and text not in one["addresses"]:
@@ -125,7 +130,7 @@ def gpus(root: str = "/") -> tuple[int, str]:
     return amd, "rocm" if amd else ""
 
 
-def _nvml_count() -> Optional[int]:
+def _nvml_count() -> int | None:
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
@@ -186,7 +191,11 @@ def ask_python(python: str, environment: dict[str, str]) -> dict[str, Any]:
             return answer
     except (ValueError, IndexError):
         pass
-    return {"error": f"no answer in {PYTHON_SECONDS:.0f} s" if not ready else text[-400:] or f"it ended with {os.waitstatus_to_exitcode(status)}"}
+    return {
+        "error": f"no answer in {PYTHON_SECONDS:.0f} s"
+        if not ready
+        else text[-400:] or f"it ended with {os.waitstatus_to_exitcode(status)}"
+    }
 
 
 def listen_on(port: int) -> socket.socket:
@@ -262,7 +271,8 @@ def _errors(job: Frame, python: dict[str, Any]) -> list[str]:
         found.append(f"Python {job['python']} does not run: {python['error']}")
     elif not python["torch"]:
         found.append(
-            f"no torch in {job['python']} (Python {python['version']}): activate the environment that has it, or give --python"
+            f"no torch in {job['python']} (Python {python['version']}): "
+            f"activate the environment that has it, or give --python"
         )
     directory, log_directory, script = job["directory"], job["log_directory"], job["script"]
     try:

@@ -6,12 +6,13 @@ that ended with 7.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
 import time
 from collections.abc import Callable, Iterable
-from typing import NoReturn, Optional
+from typing import NoReturn
 
 # linux/prctl.h
 PR_SET_PDEATHSIG = 1
@@ -60,7 +61,7 @@ def spawn(
         for number in ignored:
             signal.signal(number, signal.SIG_IGN)
         os.execvpe(argv[0], argv, environment)
-    except BaseException as error:  # noqa: BLE001 (a forked child must never return into the parent's code)
+    except BaseException as error:
         _fail_exec(argv[0], error)
 
 
@@ -103,7 +104,7 @@ def parents() -> dict[int, int]:
     return found
 
 
-def descendants(root: int, table: Optional[dict[int, int]] = None) -> list[int]:
+def descendants(root: int, table: dict[int, int] | None = None) -> list[int]:
     """All living processes below `root`, nearest first."""
     children: dict[int, list[int]] = {}
     for pid, parent in (parents() if table is None else table).items():
@@ -117,10 +118,8 @@ def descendants(root: int, table: Optional[dict[int, int]] = None) -> list[int]:
 
 
 def send_signal(pid: int, number: int) -> None:
-    try:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
         os.kill(pid, number)
-    except (ProcessLookupError, PermissionError):
-        pass
 
 
 def minds_signal(pid: int, number: int) -> bool:
@@ -136,7 +135,7 @@ def minds_signal(pid: int, number: int) -> bool:
     return any(mask >> (number - 1) & 1 for mask in masks)
 
 
-def kill_tree(root: int, seconds: float = 5.0, note: Optional[Callable[[int, int], None]] = None) -> list[int]:
+def kill_tree(root: int, seconds: float = 5.0, note: Callable[[int, int], None] | None = None) -> list[int]:
     """KILL all below `root` until nothing is left, reaping our own children; what is left after `seconds`.
 
     Several rounds, because a process may fork between our look and our signal. `note(pid, code)` hears of each child reaped.

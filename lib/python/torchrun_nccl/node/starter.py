@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections import deque
-from typing import Any, Callable, NoReturn, Optional
+from typing import Any, Callable, NoReturn
 
 if __name__ == "__main__":
     sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
@@ -178,7 +178,7 @@ class Starter:
         self._loop = Loop()
         self._worker = 0
         self._began = 0.0
-        self._code: Optional[int] = None
+        self._code: int | None = None
         self._asked = 0
         self._noted: dict[int, float] = {}
         self._streams: dict[int, Stream] = {}
@@ -217,7 +217,7 @@ class Starter:
 
     def _start(self, job: Frame) -> None:
         self._job = job
-        environment = {k: v for k, v in job["environment"]}
+        environment = dict(job["environment"])
         environment.update({k: os.environ[k] for k in TORCHRUN_NAMES if k in os.environ})
         environment.update(job["overrides"])
         pipes = {1: os.pipe(), 2: os.pipe()}
@@ -312,7 +312,13 @@ class Starter:
                 pass
             stream.flush()
         self._channel.send(
-            {"is": "exit", "code": code, "at": now, "asked": self._asked, "tail": os.fsdecode(bytes(self._tail)) if code else ""}
+            {
+                "is": "exit",
+                "code": code,
+                "at": now,
+                "asked": self._asked,
+                "tail": os.fsdecode(bytes(self._tail)) if code else "",
+            }
         )
 
     def _kill_below(self) -> None:
