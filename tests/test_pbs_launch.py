@@ -322,3 +322,13 @@ def test_started_by_pbsdsh_itself_it_refuses(begin: Begin) -> None:
     )
     job.wait(30)
     assert "started by pbsdsh (PBS_TASKNUM=" in told(job)
+
+
+def test_the_loss_of_one_hosts_task_stops_all_and_is_said(begin: Begin) -> None:
+    """TERM to a pbsdsh alone: it relays it to its task, whose door has the agent stop its ranks and leave."""
+    job = begin("--nproc-per-node 1 train.py", TOGETHER + "together()\ntime.sleep(300)", variables={}, uts=False)
+    wait_until(job, lambda: len(list(job.workdir.glob(".here-*"))) == 2)
+    (pid,) = [process.pid for process in job.survivors() if "pbsdsh" in str(process.words) and "48" in process.words]
+    os.kill(pid, signal.SIGTERM)
+    assert finish(job, 30) == 121, told(job)
+    assert f"{TWO}: stopping: told to stop by SIGTERM" in told(job)

@@ -204,11 +204,12 @@ class _Launch:
 
     def _answered(self, node: Node) -> None:
         """A node has done its part of this phase; with the last one the phase is over."""
+        if node.index not in self._awaited:
+            return
         self._awaited.discard(node.index)
         if not self._awaited:
-            {"hello": self._reach, "reach": self._agree, "stopping": self._end_attempt, "goodbye": self._loop.stop}[
-                self._phase
-            ]()
+            ends = {"hello": self._reach, "reach": self._agree, "stopping": self._end_attempt, "goodbye": self._loop.stop}
+            ends[self._phase]()
 
     # --- reach and agree ---
 
