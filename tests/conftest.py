@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -45,7 +46,10 @@ def processes_with(name: str, value: str) -> list[int]:
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
             try:
-                if wanted in (folder / "environ").read_bytes().split(b"\0") and "State:\tZ" not in (folder / "status").read_text():
+                if (
+                    wanted in (folder / "environ").read_bytes().split(b"\0")
+                    and "State:\tZ" not in (folder / "status").read_text()
+                ):
                     found.append(int(folder.name))
             except OSError:
                 continue
@@ -60,7 +64,14 @@ class Running:
         self.out, self.err = cwd / f".out-{self.mark}", cwd / f".err-{self.mark}"
         with self.out.open("wb") as out, self.err.open("wb") as err:
             self.process = subprocess.Popen(
-                words, cwd=cwd, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=err, preexec_fn=default_signals, **options
+                words,
+                cwd=cwd,
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                preexec_fn=default_signals,
+                **options,
             )
 
     @property
@@ -119,10 +130,8 @@ def default_signals() -> None:
 
 
 def with_suppressed_kill(pid: int) -> None:
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
 
 
 def status(pid: int) -> dict[str, str]:

@@ -22,6 +22,8 @@ LIST_NAMES = {
     ),
 }  # fmt: skip
 ALL_LISTS = LIST_NAMES[""]
+#: Lists that hide all GPUs when they are empty.
+HIDING = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 #: What goes with a list without naming a device: a user's value holds on every node.
 LIST_SETTINGS = ("CUDA_DEVICE_ORDER",)
 #: Values that mean "no device": CUDA's, NVIDIA's container toolkit's, Slurm's.
@@ -346,9 +348,7 @@ def _on_gpus(plan: Plan, node: NodePlan, visible: _Visible) -> int:
 def _simulated(plan: Plan, available: int) -> list[int]:
     wanted = [node.nproc or 1 for node in plan.nodes]
     if sum(wanted) > available:
-        raise Refused(
-            f"--simulate needs {sum(wanted)} GPUs, but {available} visible here; say --device cpu to run on CPUs"
-        )
+        raise Refused(f"--simulate needs {sum(wanted)} GPUs, but {available} visible here; say --device cpu to run on CPUs")
     return wanted
 
 
@@ -356,7 +356,7 @@ def _devices(plan: Plan, node: NodePlan, fact: NodeFacts, nproc: int, is_cpu: bo
     """The GPUs that the workers of a node see, and what must be set for that."""
     own = dict(fact.devices)
     if plan.device == "cpu":
-        return (), tuple((name, "") for name in ALL_LISTS)
+        return (), tuple((name, "") for name in ALL_LISTS if name in HIDING or name in own)
     visible = _visible(plan, node, fact)
     if plan.simulate and not is_cpu:
         first = sum(other.nproc or 1 for other in plan.nodes[: node.index])

@@ -36,7 +36,11 @@ def encode(frame: Frame) -> bytes:
 
 
 def decode(line: bytes) -> Frame:
-    frame = json.loads(line)
+    """Raises ValueError for what is no frame, however hostile."""
+    try:
+        frame = json.loads(line)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
     if not isinstance(frame, dict):
         raise ValueError("a frame is a JSON object")
     return frame

@@ -106,9 +106,7 @@ def _devices(text: str) -> str:
 
 def _static(text: str) -> str:
     if text != "static":
-        raise ValueError(
-            "static: node ranks follow the order of the hosts, address and port are chosen by this command"
-        )
+        raise ValueError("static: node ranks follow the order of the hosts, address and port are chosen by this command")
     return text
 
 

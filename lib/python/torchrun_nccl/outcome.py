@@ -38,8 +38,8 @@ _CHAINED: Final = ("During handling of the above exception", "The above exceptio
 _CHAIN_LINES: Final = 20
 #: torch marks each line of an uncaught exception: `[rank3]: ValueError: boom`
 _MARK: Final = re.compile(r"\[rank\d+\]: ?")
-#: The last line of an exception, where no traceback stands before it: `SyntaxError: invalid syntax`
-_EXCEPTION: Final = re.compile(r"[A-Za-z_][\w.]*(?:Error|Exception|Interrupt)(?::.*)?")
+#: The last line of an exception whose traceback has no head (a SyntaxError's), or whose head is cut off.
+_EXCEPTION: Final = re.compile(r"(?:\w+\.)*[A-Z]\w*(?:Error|Exception|Interrupt)(?::.*)?")
 EXCERPT_BYTES: Final = 8192
 #: So much of what follows the exception, such as a C++ trace that ends in an abort.
 _AFTER_BYTES: Final = 1024
@@ -152,18 +152,24 @@ def _exceptions(lines: Sequence[str]) -> list[_Said]:
     """The exceptions in a stderr, in their order."""
     found: list[_Said] = []
     is_inside = is_chained = False
-    start = 0
+    start, previous = 0, " "
     for number, line in enumerate(_MARK.sub("", line, count=1) for line in lines):
+        is_last = _is_indented(previous) and _EXCEPTION.fullmatch(line)
         if line == _TRACEBACK:
             is_inside = True
             start = number
         elif line.startswith(_CHAINED):
             is_chained = bool(found) and number - found[-1].end <= _CHAIN_LINES
-        elif line[:1] not in ("", " ", "\t") if is_inside else _EXCEPTION.fullmatch(line):
+        elif line and not _is_indented(line) if is_inside else is_last:
             first = found.pop() if is_chained else _Said(start if is_inside else number, number, line)
             found.append(_Said(first.start, number, first.text))
             is_inside = is_chained = False
+        previous = line
     return found
+
+
+def _is_indented(line: str) -> bool:
+    return line.startswith((" ", "\t"))
 
 
 def _chosen(lines: Sequence[str]) -> _Said | None:
@@ -224,12 +230,12 @@ def first_failure(attempt: Attempt) -> Cause | None:
     In this order, each by time: a failure that is no echo, of a rank, its starter or torchrun; a rank that left early
     with 0 or a node lost, before the first echo; an echo; a node lost.
     """
-    failed = sorted((end for end in attempt.ranks if end.is_failure), key=lambda end: end.ms)
-    echoes = [end for end in failed if is_echo(end)]
+    failed = [(end, is_echo(end)) for end in sorted(attempt.ranks, key=lambda end: end.ms) if end.is_failure]
+    echoes = [end for end, is_an_echo in failed if is_an_echo]
     nodes = sorted((end for end in attempt.nodes if not end.is_late), key=_node_ms)
     lost = [end for end in nodes if not end.is_engine]
     first_echo_ms = echoes[0].ms if echoes else float("inf")
-    own = [(end.ms, _of_rank(end)) for end in failed if end not in echoes]
+    own = [(end.ms, _of_rank(end)) for end, is_an_echo in failed if not is_an_echo]
     own += [(_node_ms(end), _of_engine(end)) for end in nodes if end.is_engine]
     before = [(end.ms, _of_early(end, echoes)) for end in attempt.ranks if end.code == 0 and not end.asked and echoes]
     before += [(_node_ms(end), _of_lost(attempt, lost)) for end in lost[:1]]
@@ -266,9 +272,7 @@ def _of_lost(attempt: Attempt, lost: Sequence[NodeEnd]) -> Cause:
     if len(together) == 1:
         return Cause("node_lost", NodeLost.exit_code, node=first, message=first.why)
     if len(together) == attempt.others:
-        words = (
-            f"this host lost all {len(together)} other nodes at once ({first.why}): look at this host and its network"
-        )
+        words = f"this host lost all {len(together)} other nodes at once ({first.why}): look at this host and its network"
         return Cause("node_lost", NodeLost.exit_code, message=words)
     more = len(together) - 1
     words = f"{first.why}, and {more} other node{'s' if more > 1 else ''} at the same time"

@@ -187,9 +187,7 @@ def _node(
     index, host, is_here = place
     local = transports.TRANSPORTS["local"]
     transport = local if is_here and options.transport is None else choice.transport
-    door = transports.door_words(
-        context.runner, context.door, context.launch_id, index, transport, options.connect_timeout
-    )
+    door = transports.door_words(context.runner, context.door, context.launch_id, index, transport, options.connect_timeout)
     if transport.name == "ssh":
         transports.check_remote_words(door)
     return NodePlan(
@@ -265,9 +263,7 @@ def _device(options: Options) -> str:
 
 def _gpus(options: Options, nodes: int) -> str | None:
     if options.gpus is not None and nodes > 1 and re.search("[A-Za-z]", options.gpus):
-        raise UsageError(
-            f"--gpus {options.gpus}: such names mean nothing on another node; give indices, as in --gpus 0,1"
-        )
+        raise UsageError(f"--gpus {options.gpus}: such names mean nothing on another node; give indices, as in --gpus 0,1")
     return options.gpus
 
 
@@ -295,9 +291,7 @@ def _master_port(options: Options, env: dict[str, str]) -> tuple[int | None, str
     if not text:
         return None, "chosen by this command"
     if not re.fullmatch("[0-9]{1,5}", text) or not 0 < int(text) <= _MAX_PORT:
-        raise UsageError(
-            f'MASTER_PORT: "{text}" (in the environment) is not a port: give 1 to {_MAX_PORT}, or unset it'
-        )
+        raise UsageError(f'MASTER_PORT: "{text}" (in the environment) is not a port: give 1 to {_MAX_PORT}, or unset it')
     return int(text), "from MASTER_PORT in the environment"
 
 

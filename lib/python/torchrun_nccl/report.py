@@ -75,15 +75,14 @@ def _rank_report(plan: Plan, outcome: Outcome, cause: Cause, end: RankEnd) -> li
     gpu = f", GPU {end.gpu}" if end.gpu else ""
     place = f"rank {end.rank} on {plan.nodes[end.node].host} (node {end.node}, local rank {end.local_rank}{gpu})"
     what = "first failure seen, likely the echo of another" if cause.is_echo else "first failure"
+    ending = f"{what}: {place} {end.ending} after {end.ms / 1000:.1f} s"
     lines = _folded(plan, later)
-    if end.code == 0 and later:
-        lines += [f"rank {later[0].rank} {later[0].ending}:", *_tail(later[0].tail)]
-    if cause.message and end.code != 0:
-        lines.append(cause.message)
-    lines.append(
-        f"{what}: {place} {end.ending} after {end.ms / 1000:.1f} s" + (f": {cause.message}" if end.code == 0 else "")
-    )
-    return [*lines, *_tail(end.tail), *_log(outcome, end.node)]
+    if end.code == 0:  # it left early, and said nothing: the words of the first one that could not go on
+        for one in later[:1]:
+            lines += [f"rank {one.rank} {one.ending}:", *_tail(one.tail)]
+        return [*lines, f"{ending}: {cause.message}", *_log(outcome, end.node)]
+    lines += [cause.message] if cause.message else []
+    return [*lines, ending, *_tail(end.tail), *_log(outcome, end.node)]
 
 
 def _folded(plan: Plan, later: list[RankEnd]) -> list[str]:

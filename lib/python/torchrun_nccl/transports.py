@@ -103,9 +103,7 @@ def _asked(allocation: Allocation, name: str, find: Callable[[str], str | None])
         raise UsageError(f'--transport: "{name}" is none of {", ".join(TRANSPORTS)}')
     transport = TRANSPORTS[name]
     if name == "pbsdsh" and allocation.scheduler != "pbs":
-        raise UsageError(
-            f"--transport pbsdsh counts the lines of a PBS job's host list, but {allocation.why}; take another"
-        )
+        raise UsageError(f"--transport pbsdsh counts the lines of a PBS job's host list, but {allocation.why}; take another")
     program = find(transport.program) if transport.program else ""
     if program is None:
         searched = _FOLDERS_SEARCHED if name.startswith("pbs") else ""
@@ -113,9 +111,7 @@ def _asked(allocation: Allocation, name: str, find: Callable[[str], str | None])
     return Choice(transport, program, "asked for by --transport")
 
 
-def door_words(
-    runner: str, door: str, launch_id: str, index: int, transport: Transport, connect_timeout: float
-) -> Words:
+def door_words(runner: str, door: str, launch_id: str, index: int, transport: Transport, connect_timeout: float) -> Words:
     """What runs on the node, whatever started it."""
     where = LISTENER if transport.is_tcp else "stdio"
     return (runner, "-I", "-S", "-B", door, f"{launch_id}.{index}", where, f"{connect_timeout:g}")
