@@ -1,7 +1,8 @@
 """The job environments in tests/cases: `NAME.env`, and beside it the files that its variables name.
 
 `NAME.env` begins with comments (site and product, what it shows, captured or reconstructed), then has lines NAME=value.
-`NAME.nodefile` is what PBS_NODEFILE names, `NAME.gpufile` what PBS_GPUFILE names; `HOST x48` there is 48 lines of HOST.
+`NAME.nodefile` is what PBS_NODEFILE names, and so on with FILES; `HOST x48` there is 48 lines of HOST.
+`NAME.answers` holds what the scheduler's commands answered: a line `$ COMMAND`, then the output.
 """
 
 from __future__ import annotations
@@ -11,10 +12,18 @@ import os
 import re
 from pathlib import Path
 
-from torchrun_nccl.allocation import Env, ReadText
+from torchrun_nccl.allocation import Env, ReadText, Run
 
 FOLDER = Path(__file__).with_name("cases")
-FILES = {"PBS_NODEFILE": ".nodefile", "PBS_GPUFILE": ".gpufile"}
+FILES = {
+    "PBS_NODEFILE": ".nodefile",
+    "PBS_GPUFILE": ".gpufile",
+    "LSB_DJOB_HOSTFILE": ".hostfile",
+    "LSB_DJOB_RANKFILE": ".hostfile",
+    "PE_HOSTFILE": ".pe_hostfile",
+}
+#: Variables that name a folder, the file in it and what it is called here.
+IN_FOLDERS = {"SGE_JOB_SPOOL_DIR": ("pe_hostfile", ".spooled")}
 _REPEATED = re.compile(r"(\S+) x([0-9]+)")
 
 
@@ -26,6 +35,8 @@ def load(name: str) -> tuple[Env, ReadText]:
     """The case's environment, and a reader of the files that it names; all other files are missing."""
     env = dict(_variables(name))
     siblings = {env[variable]: FOLDER / f"{name}{suffix}" for variable, suffix in FILES.items() if env.get(variable)}
+    for variable, (file, suffix) in IN_FOLDERS.items():
+        siblings.setdefault(f"{env.get(variable)}/{file}", FOLDER / f"{name}{suffix}")
     texts = {path: _unpacked(file.read_text()) for path, file in siblings.items() if file.exists()}
 
     def read_text(path: str) -> str:
@@ -34,6 +45,21 @@ def load(name: str) -> tuple[Env, ReadText]:
         return texts[path]
 
     return env, read_text
+
+
+def answers(name: str) -> Run:
+    """The scheduler's commands as this case recorded them; all others fail."""
+    file = FOLDER / f"{name}.answers"
+    recorded = re.split(r"^\$ (.*)\n", file.read_text() if file.exists() else "", flags=re.MULTILINE)
+    outputs = dict(zip(recorded[1::2], recorded[2::2]))
+
+    def run(words: tuple[str, ...]) -> str:
+        command = " ".join(words)
+        if command not in outputs:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), words[0])
+        return outputs[command]
+
+    return run
 
 
 def head(name: str) -> list[str]:

@@ -539,12 +539,6 @@ FOUR = (*THREE, Host("n4", 3))
             "n3: pbsdsh started this node's part on n2, which is node 1",
         ),
         (plan(), [{}, {"hostname": "n1"}], "n2: pbsdsh started this node's part on n1, which is node 0"),
-        # ... where hosts call themselves something that PBS does not know: its number of the host tells.
-        (
-            plan(hosts=THREE, hostname="elsewhere"),
-            [{"task_node": "0"}, {"hostname": "x8", "task_node": "1"}, {"hostname": "x8", "task_node": "1"}],
-            "n3: pbsdsh started this node's part on x8, where node 1 runs",
-        ),
     ],
 )  # fmt: skip
 def test_check(made, found, message):
@@ -561,8 +555,6 @@ def test_check(made, found, message):
         (plan(hosts=(Host("n1.site.org", 0), Host("n2.site.org", 1))), [{}, {"hostname": "n2"}]),
         (plan(hostname="elsewhere"), [{"hostname": "n1.cluster"}, {"hostname": "n2.cluster"}]),
         (plan(), [{}, {"hostname": "ip-10-0-0-2"}]),
-        (plan(), [{"task_node": "0"}, {"task_node": "1"}]),
-        (plan(), [{"task_node": ""}, {"task_node": ""}]),
         (plan("--transport local"), [{}, {"hostname": "n1"}]),  # both here by intent
         (plan("--transport ssh", scheduler="hosts", hosts=(Host("me@n1", 0), Host("me@n2", 1))), [{}, {}]),
     ],

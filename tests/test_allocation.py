@@ -131,7 +131,15 @@ WARNINGS = {
     "openpbs-interleaved": ("PBS_NODEFILE names 2 hosts, but in 3 separate places" + SHARED,),
     "torque-packed": ("PBS_NODEFILE names 1 host, but PBS_NUM_NODES=2" + SHARED,),
 }
-WHY = {"pbs-with-stale-slurm": "PBS_JOBID and PBS_NODEFILE are set; SLURM_JOB_ID is set too, and passed over"}
+BY_PBS = "PBS_JOBID and PBS_NODEFILE are set"
+WHY = {
+    "pbs-with-stale-slurm": f"{BY_PBS}; SLURM_JOB_ID is set too, and passed over",
+    "torque-gpufile-2x2": f"{BY_PBS}, by Torque 6.0.2",
+    "torque-gpufile-uneven": f"{BY_PBS}, by Torque 6.0.2",
+    "torque-gpufile-empty": f"{BY_PBS}, by Torque 6.0.2",
+    "torque-packed": f"{BY_PBS}, by Torque 4.2.9",
+    "torque-array": f"{BY_PBS}, by Torque 2.4.16",
+}
 
 REFUSED = {
     "openpbs-task-first-host": "PBS job 151.pbs0: PBS_NODEFILE is not set here; tasks on the first host of a job do "
@@ -168,7 +176,7 @@ def test_pbs_case(name: str) -> None:
         scheduler="pbs",
         job_id=job_id,
         hosts=tuple(Host(*host) for host in hosts),
-        why=WHY.get(name, "PBS_JOBID and PBS_NODEFILE are set"),
+        why=WHY.get(name, BY_PBS),
         array_index=ARRAY_INDEX.get(name, ""),
         warnings=WARNINGS.get(name, ()),
     )

@@ -43,22 +43,30 @@ CASES: dict[str, tuple[tuple[str, ...], dict[str, str], int, tuple[str, ...]]] =
     "no python": ((*CPU, "--python", "/no/python", "ok.py"), {}, 2, ("--python", "/no/python")),
     "no GPU and CPU not asked for": (("--scheduler", "none", "ok.py"), {}, 120, ("no GPU", HOST, "--device cpu")),
     "more processes than GPUs": (
-        ("--scheduler", "none", "--nproc-per-node", "8", "ok.py"), {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, 120, ("8", "4", HOST),
+        ("--scheduler", "none", "--nproc-per-node", "8", "ok.py"),
+        {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, 120, ("8", "4", HOST),
     ),
     "log directory missing": ((*CPU, "--log-dir", "nosuch", "ok.py"), {}, 120, ("{cwd}/nosuch", "no such directory", HOST)),
     "port busy": ((*CPU, "ok.py"), {"MASTER_PORT": "{busy}"}, 120, ("{busy}", "MASTER_PORT", "in use", HOST)),
     "port no number": ((*CPU, "ok.py"), {"MASTER_PORT": "http"}, 2, ("MASTER_PORT", "http", "65535")),
-    "started by pbsdsh": (("ok.py",), {**PBS, "PBS_TASKNUM": "40000001"}, 120, ("pbsdsh", "PBS_TASKNUM=40000001", "once per job")),
+    "started by pbsdsh": (
+        ("ok.py",), {**PBS, "PBS_TASKNUM": "40000001"}, 120, ("pbsdsh", "PBS_TASKNUM=40000001", "once per job"),
+    ),
     "started by srun": (
         ("ok.py",), {"SLURM_JOB_ID": "4", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4"}, 120, ("srun", "once per job"),
     ),
     "started by mpirun": (
-        ("ok.py",), {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4"}, 120, ("mpirun", "OMPI_COMM_WORLD_SIZE=4", "once per job"),
+        ("ok.py",), {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4"}, 120,
+        ("mpirun", "OMPI_COMM_WORLD_SIZE=4", "once per job"),
     ),
-    "a scheduler that cannot be read": (("ok.py",), {"SLURM_JOB_ID": "42"}, 120, ("Slurm", "42", "--hosts", "--scheduler none")),
+    "a scheduler that cannot be read": (
+        ("ok.py",), {"SLURM_JOB_ID": "42"}, 120, ("Slurm", "42", "--hosts", "--scheduler none"),
+    ),
     "unknown scheduler": (("--scheduler", "moab", "ok.py"), {}, 2, ("moab", "pbs")),
     "unknown transport": (("--transport", "rsh", "ok.py"), {}, 2, ("--transport", "rsh", "pbsdsh")),
-    "a host that does not exist": (("--hosts", "no-such-host.invalid", "--nproc-per-node", "1", "ok.py"), {}, 121, ("no-such-host.invalid",)),
+    "a host that does not exist": (
+        ("--hosts", "no-such-host.invalid", "--nproc-per-node", "1", "ok.py"), {}, 121, ("no-such-host.invalid",),
+    ),
     "program missing": ((*CPU, "--no-python", "no-such-program"), {}, 127, ("no-such-program", "not found")),
     "program not executable": ((*CPU, "--no-python", "./ok.py"), {}, 126, ("./ok.py", "not executable")),
 }  # fmt: skip

@@ -323,6 +323,20 @@ def test_ranks_that_all_saved_on_request_say_so_by_75(start: Start, script: Scri
     assert run.stderr.splitlines()[-1].startswith("torchrun_nccl: saved, exit code 75")
 
 
+def test_a_rank_that_saves_longer_than_the_others_is_not_stopped(start: Start, script: Script) -> None:
+    name = script(
+        TOGETHER + "import signal\n"
+        "def save(*_): time.sleep(4 if rank == 0 else 0); print('saved', flush=True); os._exit(75)\n"
+        "signal.signal(signal.SIGUSR1, save)\ntogether()\ntime.sleep(60)"
+    )
+    run = start(*TWO_BY_TWO, "--grace", "1", name)
+    run.wait_for(lambda: len(list(run.cwd.glob(".here-*"))) == 4)
+    time.sleep(0.3)
+    run.process.send_signal(signal.SIGUSR1)
+    assert run.wait(20) == 75, run.stderr
+    assert "".join(run.logs().values()).split() == ["saved"] * 4
+
+
 def test_usr_signals_come_once_and_stop_nothing(start: Start, script: Script) -> None:
     name = script(
         TOGETHER + "import signal\nfor n in (10, 12): signal.signal(n, lambda n, _: print('got', n, flush=True))\n"

@@ -42,10 +42,7 @@ class Interface:
 
 @dataclass(frozen=True)
 class NodeFacts:
-    """What a node said of itself; node/facts.py tells where each value is read.
-
-    task_node: PBS's number of the host that a task was started on, empty where there is none.
-    """
+    """What a node said of itself; node/facts.py tells where each value is read."""
 
     index: int
     hostname: str
@@ -62,7 +59,6 @@ class NodeFacts:
     errors: tuple[str, ...]
     ports: tuple[int, ...]
     clock: float
-    task_node: str = ""
 
     @staticmethod
     def of(frame: Mapping[str, Any]) -> NodeFacts:
@@ -110,7 +106,7 @@ def check(plan: Plan, facts: Sequence[NodeFacts]) -> None:
     """Refused, with every reason and the nodes it holds for, unless all nodes can start."""
     reasons: dict[str, list[str]] = {}
     for node, fact in zip(plan.nodes, facts):
-        for error in (*fact.errors, *_misplaced(plan, node, fact, facts)):
+        for error in (*fact.errors, *_misplaced(plan, node, fact)):
             reasons.setdefault(error, []).append(node.host)
     for reason, hosts in _torch_versions(plan, facts):
         reasons.setdefault(reason, []).extend(hosts)
@@ -118,7 +114,7 @@ def check(plan: Plan, facts: Sequence[NodeFacts]) -> None:
         raise Refused("\n".join(f"{fold(hosts)}: {reason}" for reason, hosts in reasons.items()))
 
 
-def _misplaced(plan: Plan, node: NodePlan, fact: NodeFacts, facts: Sequence[NodeFacts]) -> Iterable[str]:
+def _misplaced(plan: Plan, node: NodePlan, fact: NodeFacts) -> Iterable[str]:
     """A door that runs elsewhere than it was meant to: a pbsdsh that counts differently.
 
     A host's own name may differ from the scheduler's, so that only another node's name proves something.
@@ -129,10 +125,6 @@ def _misplaced(plan: Plan, node: NodePlan, fact: NodeFacts, facts: Sequence[Node
     others = [other for other in plan.nodes if other.index != node.index and here == _short(other.host)]
     if others and here != _short(node.host):
         yield f"{node.transport} started this node's part on {fact.hostname}, which is node {others[0].index}"
-        return
-    for other, known in zip(plan.nodes[: node.index], facts):
-        if fact.task_node and known.task_node == fact.task_node:
-            yield f"{node.transport} started this node's part on {fact.hostname}, where node {other.index} runs"
 
 
 def _short(host: str) -> str:

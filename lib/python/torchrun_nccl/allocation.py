@@ -8,6 +8,8 @@ from dataclasses import dataclass
 Env = Mapping[str, str]
 #: Reads a file as text; raises OSError. Handed in, so that reading a scheduler stays pure.
 ReadText = Callable[[str], str]
+#: Runs a scheduler's own command, a few seconds at most, and gives its stdout; raises OSError where it fails. Handed in.
+Run = Callable[[tuple[str, ...]], str]
 
 
 @dataclass(frozen=True)

@@ -226,12 +226,18 @@ def _terminal() -> str:
 
 def _print_plan(made: Plan, asked: Options) -> int:
     if asked.json is None:
-        sys.stdout.write(plan.to_text(made))
+        _print(plan.to_text(made))
     elif asked.json == "":
-        sys.stdout.write(json.dumps(plan.to_json(made), indent=2) + "\n")
+        _print(json.dumps(plan.to_json(made), indent=2) + "\n")
     else:
         _write_json(asked.json, plan.to_json(made))
     return 0
+
+
+def _print(text: str) -> None:
+    """A path or an argument may hold bytes that are no text."""
+    sys.stdout.buffer.write(os.fsencode(text))
+    sys.stdout.buffer.flush()
 
 
 def _write_json(path: str, content: object) -> None:

@@ -81,6 +81,7 @@ class _Launch:
         self._error: LaunchError | None = None
         self._stopped_by = 0
         self._signals_waiting: list[int] = []
+        self._has_forwarded = False
         self._settle: Timer | None = None
         self._stop_deadline: Timer | None = None
         self._logs: dict[int, str] = {}
@@ -197,7 +198,7 @@ class _Launch:
             node.channel,
             options.heartbeat,
             options.lost_after,
-            lambda seconds: self._lose(node, f"lost: silent for {seconds:.0f} s"),
+            lambda seconds: self._lose(node, f"lost: silent for {seconds:.0f} s", seconds),
         )
         self._answered(node)
         self._spawn_more()
@@ -302,12 +303,16 @@ class _Launch:
             frame["ms"],
             frame["asked"],
             outcome.excerpt(frame["tail"]),
+            gpu=self._gpu(node.index, frame["local_rank"]),
         )
         self._ranks.append(end)
         if self._phase == "running" and len(self._ranks) == self._world_size():
             self._stop(0.0)
-        elif end.is_failure:
+        elif end.is_failure and end.code != outcome.SAVED:
             self._start_settling()
+        elif end.is_failure and not self._has_forwarded:
+            # It was told to save by somebody else; the others may need the time that a save needs.
+            self._start_settling(self._plan.grace)
 
     def _take_engine(self, node: Node, frame: Frame) -> None:
         """torchrun has ended on a node although ranks of it are still to come or to end."""
@@ -323,18 +328,24 @@ class _Launch:
         )
         self._start_settling()
 
+    def _gpu(self, index: int, local_rank: int) -> str:
+        """The device a rank has by its local rank, as its node names it; empty on CPUs."""
+        devices = self._agreement.nodes[index].devices if self._agreement else ()
+        return devices[local_rank] if local_rank < len(devices) else ""
+
     def _world_size(self) -> int:
         return self._agreement.world_size if self._agreement else 0
 
-    def _milliseconds(self) -> float:
-        return round((time.monotonic() - self._go_at) * 1000, 1)
+    def _milliseconds(self, ago: float = 0.0) -> float:
+        return round((time.monotonic() - ago - self._go_at) * 1000, 1)
 
     # --- failure and stop ---
 
-    def _start_settling(self) -> None:
+    def _start_settling(self, seconds: float | None = None) -> None:
         """A first failure: the others get a moment to fail by themselves, then all are stopped."""
         if self._settle is None and self._phase == "running":
-            seconds = min(SETTLE_SECONDS, self._plan.failure_grace / 2)
+            if seconds is None:
+                seconds = min(SETTLE_SECONDS, self._plan.failure_grace / 2)
             self._settle = self._loop.after(seconds, lambda: self._stop(self._plan.failure_grace))
 
     def _stop(self, grace: float) -> None:
@@ -375,7 +386,10 @@ class _Launch:
                 f"{self._nodes[0].host}: the rendezvous port was taken by another program just before its use"
             )
         else:
-            self._attempts.append(Attempt(len(self._attempts), tuple(self._ranks), tuple(self._ends), self._world_size()))
+            others = sum(not node.plan.is_here for node in self._nodes)
+            self._attempts.append(
+                Attempt(len(self._attempts), tuple(self._ranks), tuple(self._ends), self._world_size(), others)
+            )
             if self._may_restart():
                 return
         self._say_goodbye()
@@ -400,8 +414,8 @@ class _Launch:
         self._error = self._error or error
         self._say_goodbye()
 
-    def _lose(self, node: Node, why: str) -> None:
-        """A node that ended, or fell silent, unasked."""
+    def _lose(self, node: Node, why: str, ago: float = 0.0) -> None:
+        """A node that ended, or fell silent, unasked; its last sign of life was `ago` seconds before."""
         if node.is_over:
             return
         words = why + (node.said() if node.facts is None else "")
@@ -411,11 +425,11 @@ class _Launch:
             self._fail(NodeLost(f"{node.host}: {words}"))
         elif self._phase == "running":
             self._talk(f"{node.host}: {words}")
-            self._ends.append(NodeEnd(node.index, words, self._milliseconds()))
+            self._ends.append(NodeEnd(node.index, words, self._milliseconds(ago)))
             self._start_settling()
         else:
             if self._phase == "stopping" and not self._stopped_by:
-                self._ends.append(NodeEnd(node.index, words, self._milliseconds()))
+                self._ends.append(NodeEnd(node.index, words, self._milliseconds(ago), is_late=True))
             self._answered(node)
 
     def _take_stopping(self, node: Node, frame: Frame) -> None:
@@ -471,6 +485,7 @@ class _Launch:
 
     def _forward(self, number: int) -> None:
         self._talk(f"{signal_name(number)} goes to all ranks")
+        self._has_forwarded = True
         self._send(self._nodes, {"is": "signal", "number": number})
 
     # --- the end ---

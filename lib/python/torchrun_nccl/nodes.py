@@ -114,9 +114,12 @@ class Greeting:
         loop.watch(reader, self._read)
 
     def _read(self) -> None:
-        data = b""
-        with contextlib.suppress(OSError):
+        try:
             data = os.read(self._reader, 65536)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
         self._seen += data
         try:
             found = channel.split_greeting(bytes(self._seen))

@@ -2,7 +2,8 @@
 
 In this order:
 1. `--hosts`, `--hostfile`, `--simulate` or `--scheduler`, one of them;
-2. the first of SCHEDULERS whose variables are set and whose job can be read here;
+2. the first of SCHEDULERS whose variables are set and whose job can be read here; before it one whose job is real, which
+   something beside the variables shows: they alone may have come along from where the job was submitted;
 3. a scheduler that cannot be read yet: refused;
 4. this machine.
 """
@@ -12,26 +13,32 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final, Protocol
 
-from torchrun_nccl.allocation import Allocation, Env, Host, ReadText
+from torchrun_nccl.allocation import Allocation, Env, Host, ReadText, Run
 from torchrun_nccl.errors import BadAllocation, UsageError
 from torchrun_nccl.hostlist import MAX_HOSTS, parse_hostfile, parse_hosts, short_names
-from torchrun_nccl.schedulers import foreign, pbs
+from torchrun_nccl.schedulers import flux, foreign, lsf, pbs, sge, slurm
+from torchrun_nccl.schedulers.reading import first_set, no_command
 from torchrun_nccl.schedulers.steps import started_many_times
 
-__all__ = ["NO_SCHEDULER", "SCHEDULERS", "detect", "names", "started_many_times"]
+__all__ = ["COMING", "NO_SCHEDULER", "SCHEDULERS", "detect", "names", "started_many_times"]
 
 
 class Scheduler(Protocol):
-    """What a module of a scheduler has."""
+    """What a module of a scheduler has. SIGNS: variables of its jobs; an empty host name means this machine."""
 
     NAME: str
+    SIGNS: tuple[str, ...]
 
     def is_present(self, env: Env) -> bool: ...
 
-    def read(self, env: Env, read_text: ReadText) -> Allocation: ...
+    def is_real(self, env: Env, read_text: ReadText, run: Run) -> bool: ...
+
+    def read(self, env: Env, read_text: ReadText, run: Run) -> Allocation: ...
 
 
 SCHEDULERS: Final[tuple[Scheduler, ...]] = (pbs,)
+#: Read already, but nothing starts their nodes yet. Flux comes before all others: its jobs run inside theirs.
+COMING: Final[tuple[Scheduler, ...]] = (flux, slurm, lsf, sge)
 
 #: `--scheduler none`: this machine, whatever the environment shows.
 NO_SCHEDULER: Final = "none"
@@ -39,7 +46,7 @@ NO_SCHEDULER: Final = "none"
 
 def names() -> tuple[str, ...]:
     """What `--scheduler` takes."""
-    return (*(scheduler.NAME for scheduler in SCHEDULERS), *(row.name for row in foreign.FOREIGN), NO_SCHEDULER)
+    return (*(scheduler.NAME for scheduler in SCHEDULERS), *(row.name for row in _unread()), NO_SCHEDULER)
 
 
 def detect(
@@ -51,8 +58,9 @@ def detect(
     hosts: str | None = None,
     hostfile: str | None = None,
     simulate: tuple[int, int] | None = None,
+    run: Run = no_command,
 ) -> Allocation:
-    """The hosts to run on, and why these."""
+    """The hosts to run on, and why these. Without run the schedulers' own commands are done without."""
     _check_options(scheduler, hosts, hostfile, simulate)
     if hosts is not None:
         return Allocation("hosts", "", parse_hosts(hosts, "--hosts"), why="--hosts was given")
@@ -63,8 +71,9 @@ def detect(
     if scheduler == NO_SCHEDULER:
         return _local(hostname, f"--scheduler {NO_SCHEDULER} was given")
     if scheduler is not None:
-        return _named(scheduler, env, read_text)
-    return _found(env, read_text) or _local(hostname, "no scheduler variables found")
+        return _on(hostname, _named(scheduler, env, read_text, run))
+    found = _found(env, read_text, run)
+    return _on(hostname, found) if found else _local(hostname, "no scheduler variables found")
 
 
 def _check_options(
@@ -107,31 +116,52 @@ def _local(hostname: str, why: str) -> Allocation:
     return Allocation("local", "", (Host(hostname, 0),), why=why)
 
 
-def _named(name: str, env: Env, read_text: ReadText) -> Allocation:
+def _on(hostname: str, allocation: Allocation) -> Allocation:
+    """A job without a list of hosts has this one."""
+    return replace(allocation, hosts=tuple(replace(host, name=host.name or hostname) for host in allocation.hosts))
+
+
+def _unread() -> tuple[foreign.Foreign, ...]:
+    known = {reader.NAME for reader in SCHEDULERS}
+    return tuple(row for row in foreign.FOREIGN if row.name not in known)
+
+
+def _named(name: str, env: Env, read_text: ReadText, run: Run) -> Allocation:
     why = f"--scheduler {name} was given"
-    for row in foreign.FOREIGN:
+    for row in _unread():
         if row.name == name:
             raise foreign.refusal(row, env)
     reader = {reader.NAME: reader for reader in SCHEDULERS}[name]
     if not reader.is_present(env):
         raise BadAllocation(f"{why}, but none of its variables is set here: run this in the job script")
-    return replace(reader.read(env, read_text), why=why)
+    return replace(reader.read(env, read_text, run), why=why)
 
 
-def _found(env: Env, read_text: ReadText) -> Allocation | None:
-    """A job is real if it can be read here: variables alone may come from where the job was submitted."""
-    others = foreign.found(env)
+def _found(env: Env, read_text: ReadText, run: Run) -> Allocation | None:
+    present = [reader for reader in SCHEDULERS if reader.is_present(env)]
+    others = [row for row in _unread() if row.sign(env)]
+    real = [reader for reader in present if len(present) > 1 and reader.is_real(env, read_text, run)]
     problems: list[BadAllocation] = []
-    for reader in (reader for reader in SCHEDULERS if reader.is_present(env)):
+    for reader in [*real, *(reader for reader in present if reader not in real)]:
         try:
-            allocation = reader.read(env, read_text)
+            allocation = reader.read(env, read_text, run)
         except BadAllocation as problem:
+            if reader in real:
+                raise
             problems.append(problem)
         else:
-            passed_over = "".join(f"; {row.sign(env)} is set too, and passed over" for row in others)
+            signs = [first_set(env, one.SIGNS) for one in present if one is not reader]
+            signs += [row.sign(env) for row in others]
+            passed_over = "".join(f"; {sign} is set too, and passed over" for sign in signs)
             return replace(allocation, why=allocation.why + passed_over)
     if others:
         raise foreign.refusal(others[0], env, problems)
     if problems:
-        raise problems[0]
+        raise _all_of(problems)
     return None
+
+
+def _all_of(problems: list[BadAllocation]) -> BadAllocation:
+    """One message: the first whole, of the others the cause, which stands before the first semicolon."""
+    first, *others = (str(problem) for problem in problems)
+    return BadAllocation(first + "".join(f" ({other.partition(';')[0]})" for other in others))

@@ -34,10 +34,6 @@ FOREIGN: Final = (
 )
 
 
-def found(env: Env) -> tuple[Foreign, ...]:
-    return tuple(foreign for foreign in FOREIGN if foreign.sign(env))
-
-
 def refusal(foreign: Foreign, env: Env, problems: Iterable[Exception] = ()) -> BadAllocation:
     """Why this job is not started, and what can be done; problems are those of the schedulers tried before."""
     sign = foreign.sign(env)

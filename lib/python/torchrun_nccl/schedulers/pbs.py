@@ -18,14 +18,16 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Final
 
-from torchrun_nccl.allocation import Allocation, Env, Host, ReadText
+from torchrun_nccl.allocation import Allocation, Env, Host, ReadText, Run
 from torchrun_nccl.errors import BadAllocation
+from torchrun_nccl.schedulers import reading
+from torchrun_nccl.schedulers.reading import ELSEWHERE, can_read, count, no_command, reason, text_of
 
 NAME = "pbs"
 
 _JOB_ID: Final = "PBS_JOBID"  # 142.pbs0, 75[0].pbs0, 174170283.gadi-pbs
 _NODEFILE: Final = "PBS_NODEFILE"  # /var/spool/pbs/aux/75[0].pbs0
-_PRESENT: Final = (_JOB_ID, _NODEFILE, "PBS_ENVIRONMENT")
+SIGNS: tuple[str, ...] = (_JOB_ID, _NODEFILE, "PBS_ENVIRONMENT")
 _ARRAY_INDEX: Final = ("PBS_ARRAY_INDEX", "PBS_ARRAYID")  # OpenPBS, Torque
 _CPUS: Final = ("PBS_NCPUS", "PBS_NP")  # of the whole job
 _GPUS: Final = "PBS_NGPUS"
@@ -33,27 +35,29 @@ _GPUFILE: Final = "PBS_GPUFILE"
 _NCI: Final = "PBS_NCI_"
 _NODES: Final = ("PBS_NNODES", "PBS_NUM_NODES")  # NCI, Torque
 _NCI_CPUS_PER_NODE: Final = "PBS_NCI_NCPUS_PER_NODE"
+_VERSION: Final = "PBS_VERSION"  # Torque alone: TORQUE-6.0.2
 
 _ARRAY_JOB_ID: Final = re.compile(r"[0-9]+\[([0-9]+)\].*")
-_COUNT: Final = re.compile(r"[0-9]{1,9}")
-_HOST: Final = re.compile(r"[A-Za-z0-9_:][A-Za-z0-9_.:%-]*")
 # Torque 6.0: `node1-gpu0`
 _GPU: Final = re.compile(r"(?P<host>.+)-gpu/?[0-9]+")
 
-_ELSEWHERE: Final = "give the hosts with --hosts or --hostfile, or use this machine alone with --scheduler none"
-
 
 def is_present(env: Env) -> bool:
-    return any(env.get(name) for name in _PRESENT)
+    return any(env.get(name) for name in SIGNS)
 
 
-def read(env: Env, read_text: ReadText) -> Allocation:
+def is_real(env: Env, read_text: ReadText, run: Run = no_command) -> bool:
+    """Whether the job's nodefile is here; it is removed when the job ends."""
+    return can_read(read_text, env.get(_NODEFILE))
+
+
+def read(env: Env, read_text: ReadText, run: Run = no_command) -> Allocation:
     """The job's hosts in the order of the nodefile; only the job script's host need have that file."""
     job_id = env.get(_JOB_ID)
     if not job_id:
         raise BadAllocation(
             f"{_JOB_ID} is not set, but other variables of a PBS job are: part of its environment is lost; "
-            f"run this in the job script, or {_ELSEWHERE}"
+            f"run this in the job script, or {ELSEWHERE}"
         )
     lines = _read_nodefile(env, read_text, job_id)
     slots = Counter(lines)
@@ -66,7 +70,7 @@ def read(env: Env, read_text: ReadText) -> Allocation:
         NAME,
         job_id,
         tuple(Host(name, first[name], slots[name], gpus.get(name), cpus.get(name)) for name in slots),
-        why=f"{_JOB_ID} and {_NODEFILE} are set",
+        why=f"{_JOB_ID} and {_NODEFILE} are set{_by_torque(env)}",
         array_index=_array_index(env, job_id),
         warnings=(*_shared_hosts(env, lines), *gpu_warnings),
     )
@@ -85,39 +89,38 @@ def _read_nodefile(env: Env, read_text: ReadText, job_id: str) -> list[str]:
     if not path:
         raise BadAllocation(
             f"PBS job {job_id}: {_NODEFILE} is not set here; tasks on the first host of a job do not have it, nor do "
-            f"ssh sessions: run this in the job script, or {_ELSEWHERE}"
+            f"ssh sessions: run this in the job script, or {ELSEWHERE}"
         )
     where = f"PBS job {job_id}: {_NODEFILE}={path}"
     try:
-        text = _read(read_text, path)
+        text = text_of(read_text, path)
     except OSError as error:
         raise BadAllocation(
-            f"{where} cannot be read: {_reason(error)}; is the job over, or is this another machine? "
-            f"Run this in the job script, or {_ELSEWHERE}"
+            f"{where} cannot be read: {reason(error)}; is the job over, or is this another machine? "
+            f"Run this in the job script, or {ELSEWHERE}"
         ) from error
     if not text.strip():
-        raise BadAllocation(f"{where} is empty; {_ELSEWHERE}")
-    return [_host(line.strip(), f"{where} line {number}") for number, line in enumerate(text.rstrip().split("\n"), 1)]
-
-
-def _host(line: str, where: str) -> str:
-    if not _HOST.fullmatch(line):
-        raise BadAllocation(f"{where} is not one host name: {json.dumps(line)}; {_ELSEWHERE}")
-    return line
+        raise BadAllocation(f"{where} is empty; {ELSEWHERE}")
+    return [reading.host(line.strip(), f"{where} line {number}") for number, line in enumerate(text.rstrip().split("\n"), 1)]
 
 
 def _array_index(env: Env, job_id: str) -> str:
     """The 5 of `1234[5].pbs0`; older Torque has it in a variable only."""
     match = _ARRAY_JOB_ID.fullmatch(job_id)
     found = (match[1] if match else "", *(env.get(name, "") for name in _ARRAY_INDEX))
-    return next((index for index in found if index.isascii() and index.isdecimal()), "")
+    return next(filter(None, map(reading.index, found)), "")
+
+
+def _by_torque(env: Env) -> str:
+    version = re.fullmatch(r"TORQUE-([0-9.]+)", env.get(_VERSION, ""))
+    return f", by Torque {version[1]}" if version else ""
 
 
 def _gpus(env: Env, read_text: ReadText, slots: Counter[str]) -> tuple[Mapping[str, int], tuple[str, ...]]:
     """GPUs granted on each host, as far as a file or variable says it, and what to warn about."""
     if env.get(_GPUFILE):
         return _gpus_by_file(env[_GPUFILE], read_text, slots)
-    total = _count(env, _GPUS)
+    total = count(env, _GPUS)
     # One host: the job's total and the host's own number are the same. More: it is the total on NCI only.
     if total is None or (len(slots) > 1 and not _is_nci(env)):
         return {}, ()
@@ -131,9 +134,9 @@ def _gpus_by_file(path: str, read_text: ReadText, slots: Counter[str]) -> tuple[
     """Torque: one line per GPU, `node1-gpu0`. Without GPUs, or where Torque does not manage them, it is empty."""
     where = f"{_GPUFILE}={path}"
     try:
-        lines = dict.fromkeys(line.strip() for line in _read(read_text, path).split("\n") if line.strip())
+        lines = dict.fromkeys(line.strip() for line in text_of(read_text, path).split("\n") if line.strip())
     except OSError as error:
-        return {}, (f"{where} cannot be read: {_reason(error)}; each node counts its own GPUs",)
+        return {}, (f"{where} cannot be read: {reason(error)}; each node counts its own GPUs",)
     hosts: Counter[str] = Counter()
     for line in lines:
         match = _GPU.fullmatch(line)
@@ -145,7 +148,7 @@ def _gpus_by_file(path: str, read_text: ReadText, slots: Counter[str]) -> tuple[
 
 def _cpus(env: Env, slots: Counter[str]) -> Mapping[str, int]:
     """CPUs granted on each host, as far as the variables say it."""
-    total = next((count for count in (_count(env, name) for name in _CPUS) if count is not None), None)
+    total = next((number for number in (count(env, name) for name in _CPUS) if number is not None), None)
     if total is None:
         return {}
     # Gadi and Torque write one line per CPU: then the lines say it, also where the hosts differ.
@@ -169,7 +172,7 @@ def _shared_hosts(env: Env, lines: list[str]) -> Iterator[str]:
     hosts = len(set(lines))
     chunks = 1 + sum(one != other for one, other in zip(lines, lines[1:]))
     signs = [(chunks, f"in {chunks} separate places"), *_counted_nodes(env)]
-    found = next((sign for count, sign in signs if count > hosts), None)
+    found = next((sign for number, sign in signs if number > hosts), None)
     if found:
         yield (
             f"{_NODEFILE} names {hosts} {'host' if hosts == 1 else 'hosts'}, but {found}: some chunks share a host, "
@@ -179,10 +182,10 @@ def _shared_hosts(env: Env, lines: list[str]) -> Iterator[str]:
 
 def _counted_nodes(env: Env) -> Iterator[tuple[int, str]]:
     for name in _NODES:
-        nodes = _count(env, name)
+        nodes = count(env, name)
         if nodes is not None:
             yield nodes, f"{name}={nodes}"
-    total, per_node = _count(env, _CPUS[0]), _count(env, _NCI_CPUS_PER_NODE)
+    total, per_node = count(env, _CPUS[0]), count(env, _NCI_CPUS_PER_NODE)
     if total and per_node:
         nodes = -(-total // per_node)
         yield nodes, f"{_CPUS[0]}={total} with {_NCI_CPUS_PER_NODE}={per_node} makes {nodes}"
@@ -190,19 +193,3 @@ def _counted_nodes(env: Env) -> Iterator[tuple[int, str]]:
 
 def _is_nci(env: Env) -> bool:
     return any(name.startswith(_NCI) for name in env)
-
-
-def _count(env: Env, name: str) -> int | None:
-    value = env.get(name, "")
-    return int(value) if _COUNT.fullmatch(value) else None
-
-
-def _read(read_text: ReadText, path: str) -> str:
-    try:
-        return read_text(path)
-    except ValueError as error:  # not text, or a path that cannot be one
-        raise OSError(str(error)) from error
-
-
-def _reason(error: OSError) -> str:
-    return error.strerror or str(error)
