@@ -12,9 +12,9 @@ import socket
 import sys
 import traceback
 from pathlib import Path
-from typing import NoReturn
+from typing import IO, NoReturn
 
-from . import __version__, launch, options, outcome, plan, report, schedulers
+from . import __version__, commands, launch, options, outcome, plan, relay, report, schedulers
 from .allocation import Allocation
 from .environment import Pairs
 from .errors import LaunchError, Refused, TargetNotFound, TargetNotRunnable, UsageError
@@ -22,8 +22,10 @@ from .node import facts
 from .options import Options
 from .plan import Context, Plan
 from .schedulers.steps import started_many_times
-from .transports import PBS_FOLDERS
+from .transports import PBS_FOLDERS, TRANSPORTS
 
+#: Tells the command that a relay started it, whatever its host calls itself.
+RELAYED_VARIABLE = "TORCHRUN_NCCL_RELAYED"
 DOOR = os.path.join(os.path.dirname(os.path.abspath(__file__)), "node", "door.py")
 
 
@@ -74,12 +76,48 @@ def _run(argv: list[str]) -> int:
     made = plan.make_plan(asked, allocation, _context(asked, allocation, caller))
     if asked.dry_run:
         return _print_plan(made, asked)
+    if _is_outside(allocation, made, caller):
+        return _relay(argv, asked, made, caller)
     result = launch.launch(made, caller, say, sys.stdout.buffer)
     for line in report.summary(made, result):
         say(line)
     if asked.json:
         _write_json(asked.json, outcome.to_json(result, [node.host for node in made.nodes], report.hint_of(result.cause)))
     return result.cause.exit_code
+
+
+def _is_outside(allocation: Allocation, made: Plan, caller: Pairs) -> bool:
+    """A Slurm job's command on a host that is not of the job: salloc from a login node."""
+    if RELAYED_VARIABLE in dict(caller):
+        return False
+    return allocation.scheduler == "slurm" and made.transport == "srun" and not any(node.is_here for node in made.nodes)
+
+
+def _relay(argv: list[str], asked: Options, made: Plan, caller: Pairs) -> int:
+    first = made.nodes[0]
+    program = next(iter(first.words))
+    inner = os.path.join(os.path.dirname(DOOR), "inner.py")
+    passes = TRANSPORTS["srun"].passes or ()
+    call = relay.Call(
+        launch_id=made.launch_id,
+        host=first.host,
+        words=relay.relay_words(program, first.host, sys.executable, inner, made.launch_id, asked.connect_timeout),
+        argv=tuple(argv),
+        environment=(*caller, (RELAYED_VARIABLE, first.host)),
+        passed=tuple((name, value) for name, value in caller if name in passes),
+        directory=made.directory,
+        umask=made.umask,
+        limits=made.limits,
+        options=asked,
+    )
+    say(f"this host is not of the job; the command runs on {first.host}")
+    return relay.relay(call, lambda stream, data: _show(sys.stdout.buffer if stream == 1 else sys.stderr.buffer, data))
+
+
+def _show(stream: IO[bytes], data: bytes) -> None:
+    with contextlib.suppress(OSError, ValueError):
+        stream.write(data)
+        stream.flush()
 
 
 def _detect(asked: Options, env: dict[str, str]) -> Allocation:
@@ -91,6 +129,7 @@ def _detect(asked: Options, env: dict[str, str]) -> Allocation:
         hosts=asked.hosts,
         hostfile=asked.hostfile,
         simulate=asked.simulate,
+        run=commands.answer,
     )
 
 

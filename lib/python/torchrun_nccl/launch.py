@@ -26,11 +26,12 @@ from .errors import DeadlinePassed, LaunchError, NodeLost, Refused
 from .hostlist import fold
 from .listener import Listener
 from .loop import Loop, Timer
-from .nodes import Greeting, Node, end_transports
+from .nodes import RETRY_SECONDS, Greeting, Node, Start, end_transports
 from .options import signal_name
 from .outcome import Attempt, Cause, NodeEnd, Outcome, RankEnd
 from .plan import Plan
 from .printer import Printer
+from .transports import KEY_VARIABLE, TRANSPORTS
 
 SPAWNS_IN_FLIGHT = 16
 #: After a first failure the others get this long, at most half the grace, to fail by themselves.
@@ -62,10 +63,11 @@ class _Launch:
         self._printer = Printer(out)
         self._loop = Loop()
         self._nodes = [Node(node) for node in plan.nodes]
-        self._by_pid: dict[int, Node] = {}
+        self._by_pid: dict[int, Start] = {}
         self._to_spawn = deque(self._nodes)
         self._addresses = ""
-        self._key = authentication.derive_key(_secret(caller_environment), plan.launch_id)
+        self._secret = _secret(caller_environment)
+        self._key = authentication.derive_key(self._secret.encode(), plan.launch_id)
         self._job = channel.encode(_job_frame(plan))
         self._phase = "hello"
         #: Nodes whose answer ends the phase, and those whose ranks do not all run yet.
@@ -115,26 +117,54 @@ class _Launch:
             self._spawn(self._to_spawn.popleft())
 
     def _spawn(self, node: Node) -> None:
+        """Start the transport of a node, and of all others that the same words start."""
+        together = [other for other in self._nodes if other.plan.words == node.plan.words] if node.is_step else [node]
         try:
-            node.spawn(self._addresses, self._caller_environment)
+            start = Start(node.plan.words, self._addresses, self._transport_environment(node), node.is_step, together)
         except OSError as error:
             self._fail(NodeLost(f"{node.host}: cannot start {node.plan.words[0]}: {error.strerror}"))
             return
-        assert node.process
-        self._by_pid[node.process.pid] = node
-        node.deadline = self._loop.after(self._plan.options.hello_timeout, lambda: self._hello_overdue(node))
+        self._by_pid[start.process.pid] = start
+        for one in together:
+            one.start = start
+            if one.deadline:
+                one.deadline.cancel()
+            one.deadline = self._loop.after(self._plan.options.hello_timeout, self._hello_overdue)
+            if one is not node:
+                self._to_spawn.remove(one)
         if not node.is_tcp:
-            reader, writer = node.take_pipes()
+            reader, writer = start.take_pipes()
             Greeting(
                 self._loop,
                 reader,
                 lambda launch_id, index, rest: self._take_channel(node, reader, writer, rest),
-                lambda why: self._lose(node, f"{node.starter()} {why}"),
+                lambda why: self._not_greeted(node, reader, writer, why),
             )
 
-    def _hello_overdue(self, node: Node) -> None:
-        hosts = fold([one.host for one in self._nodes if one.process and one.facts is None])
-        self._fail(DeadlinePassed(f"{hosts}: no report within {self._plan.options.hello_timeout:g} s{node.said()}"))
+    def _not_greeted(self, node: Node, reader: int, writer: int, why: str) -> None:
+        """A transport that ended before the door spoke is tried again: some sites let nobody in for a job's first moment."""
+        os.close(reader)
+        os.close(writer)
+        tries = len(RETRY_SECONDS) - len(node.retries)
+        if node.retries and node.may_retry():
+            if self._plan.options.verbose:
+                self._talk(f"{node.host}: {node.starter()} {why}{node.said()}; trying again")
+            self._loop.after(node.retries.pop(0), lambda: self._spawn(node) if self._phase == "hello" else None)
+        else:
+            again = f" (tried {tries + 1} times)" if tries else ""
+            self._lose(node, f"{node.starter()} {why}{again}")
+
+    def _transport_environment(self, node: Node) -> Pairs:
+        passes = TRANSPORTS[node.plan.transport].passes
+        if passes is None:
+            return self._caller_environment
+        chosen = tuple((name, value) for name, value in self._caller_environment if name in passes)
+        return (*chosen, (KEY_VARIABLE, self._secret))
+
+    def _hello_overdue(self) -> None:
+        silent = [one for one in self._nodes if one.start and one.facts is None]
+        hosts = fold([one.host for one in silent])
+        self._fail(DeadlinePassed(f"{hosts}: no report within {self._plan.options.hello_timeout:g} s{silent[0].said()}"))
 
     def _look_at_transports(self) -> None:
         """A transport that ends before its node has spoken is that node's failure; later it means nothing by itself."""
@@ -143,12 +173,13 @@ class _Launch:
                 ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             except ChildProcessError:
                 return
-            node = self._by_pid.get(ended.si_pid) if ended else None
-            if node is None or node.process is None:
+            start = self._by_pid.get(ended.si_pid) if ended else None
+            if start is None:
                 return
-            code = node.process.poll()
-            if node.is_tcp and node.channel is None and not node.is_over:
-                self._lose(node, f"{node.starter()} ended ({code}) before the node answered")
+            code = start.process.poll()
+            for node in start.nodes:
+                if node.is_tcp and node.channel is None and not node.is_over:
+                    self._lose(node, f"{node.starter()} ended ({code}) before the node answered")
 
     def _take_visitor(self, index: int, fd: int) -> None:
         node = self._nodes[index] if index < len(self._nodes) else None
@@ -529,9 +560,9 @@ def _job_frame(plan: Plan) -> Frame:
     }
 
 
-def _secret(caller_environment: Pairs) -> bytes:
-    """What only this job's processes know: the cookie PBS puts into every task's environment."""
-    return (dict(caller_environment).get("PBS_JOBCOOKIE") or secrets.token_hex(16)).encode()
+def _secret(caller_environment: Pairs) -> str:
+    """What only this job's processes know: the cookie PBS puts into every task's environment, else a new one."""
+    return dict(caller_environment).get("PBS_JOBCOOKIE") or secrets.token_hex(16)
 
 
 def _raise_file_limit() -> None:

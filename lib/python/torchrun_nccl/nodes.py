@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import re
 import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterable
-from typing import IO
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from . import channel
 from .agreement import NodeFacts
@@ -18,28 +18,77 @@ from .channel import Channel, Heart
 from .environment import Pairs
 from .loop import Loop, Timer
 from .plan import NodePlan
-from .transports import LISTENER, basename
+from .transports import LISTENER, TRANSPORTS, Words, basename
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 SAID_BYTES = 2000
 END_SECONDS = 1.0
+#: Pauses before a transport is tried again.
+RETRY_SECONDS = (0.2, 0.5, 1.0)
+SSH_FAILED = 255
+#: What ssh says (OpenSSH 9.2) where another try would end alike.
+LASTING = re.compile(
+    "Host key verification failed|Could not resolve hostname|Bad configuration option|Bad owner or permissions"
+)
 
 _libc = ctypes.CDLL(None)
+
+
+class Start:
+    """One process of a transport, and the nodes it starts: all that have the same words."""
+
+    def __init__(self, words: Words, addresses: str, environment: Pairs, is_step: bool, nodes: Sequence[Node] = ()) -> None:
+        """Start it, with its stdin and stdout as pipes where they are the channel. Raises OSError."""
+        self.nodes = nodes
+        is_tcp = LISTENER in words
+        # A file, not a pipe: nobody needs to read it while the transport runs.
+        self._words = tempfile.TemporaryFile()  # noqa: SIM115 (it lives as long as the process)
+        self.process = subprocess.Popen(
+            [addresses if word == LISTENER else word for word in words],
+            stdin=subprocess.DEVNULL if is_tcp else subprocess.PIPE,
+            stdout=self._words if is_tcp else subprocess.PIPE,
+            stderr=self._words,
+            cwd="/",
+            env=dict(environment),
+            preexec_fn=_preparer(os.getpid(), is_step),
+        )
+
+    def take_pipes(self) -> tuple[int, int]:
+        """The descriptors of a transport whose stdin and stdout are the channel: to read, to write."""
+        assert self.process.stdin
+        assert self.process.stdout
+        found = os.dup(self.process.stdout.fileno()), os.dup(self.process.stdin.fileno())
+        self.process.stdout.close()
+        self.process.stdin.close()
+        return found
+
+    def said(self) -> str:
+        """The last line it printed, for a message."""
+        end = self._words.seek(0, os.SEEK_END)
+        self._words.seek(max(0, end - SAID_BYTES))
+        lines = self._words.read().decode(errors="replace").strip().splitlines()
+        return f": {lines[-1]}" if lines else ""
+
+    def kill(self) -> None:
+        """KILL its group, unless nodes that it started are still there: srun would take them with it."""
+        if all(node.is_over for node in self.nodes) and self.process.poll() is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.process.pid, signal.SIGKILL)
 
 
 class Node:
     def __init__(self, plan: NodePlan) -> None:
         self.plan = plan
         self.is_tcp = LISTENER in plan.words
-        self.process: subprocess.Popen[bytes] | None = None
+        self.is_step = TRANSPORTS[plan.transport].is_step
+        self.start: Start | None = None
         self.channel: Channel | None = None
         self.heart: Heart | None = None
         self.deadline: Timer | None = None
         self.facts: NodeFacts | None = None
         self.reached: dict[str, str] = {}
+        self.retries = list(RETRY_SECONDS)
         self.is_over = False
-        # A file, not a pipe: nobody needs to read it while the transport runs.
-        self._words: IO[bytes] | None = None
 
     @property
     def index(self) -> int:
@@ -49,38 +98,17 @@ class Node:
     def host(self) -> str:
         return self.plan.host
 
-    def spawn(self, addresses: str, environment: Pairs) -> None:
-        """Start the transport, with its stdin and stdout as pipes where they are the channel. Raises OSError."""
-        self._words = tempfile.TemporaryFile()  # noqa: SIM115 (it lives as long as the node)
-        self.process = subprocess.Popen(
-            [addresses if word == LISTENER else word for word in self.plan.words],
-            stdin=subprocess.DEVNULL if self.is_tcp else subprocess.PIPE,
-            stdout=self._words if self.is_tcp else subprocess.PIPE,
-            stderr=self._words,
-            cwd="/",
-            env=dict(environment),
-            preexec_fn=_preparer(os.getpid()),
-        )
-
-    def take_pipes(self) -> tuple[int, int]:
-        """The descriptors of a transport whose stdin and stdout are the channel: to read, to write."""
-        process = self.process
-        assert process
-        assert process.stdin
-        assert process.stdout
-        found = os.dup(process.stdout.fileno()), os.dup(process.stdin.fileno())
-        process.stdout.close()
-        process.stdin.close()
-        return found
-
     def said(self) -> str:
-        """The last line the transport printed, for a message."""
-        if self._words is None:
-            return ""
-        end = self._words.seek(0, os.SEEK_END)
-        self._words.seek(max(0, end - SAID_BYTES))
-        lines = self._words.read().decode(errors="replace").strip().splitlines()
-        return f": {lines[-1]}" if lines else ""
+        """The last line its transport printed, for a message."""
+        return self.start.said() if self.start else ""
+
+    def may_retry(self) -> bool:
+        """Whether its transport failed by itself (ssh's 255), and not for a reason that stays."""
+        if self.start is None or not TRANSPORTS[self.plan.transport].is_shell:
+            return False
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self.start.process.wait(END_SECONDS) == SSH_FAILED and not LASTING.search(self.said())
+        return False
 
     def starter(self) -> str:
         """The program that was to start the door, for a message."""
@@ -97,9 +125,8 @@ class Node:
             self.channel.close()
 
     def kill_transport(self) -> None:
-        if self.process and self.process.poll() is None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.process.pid, signal.SIGKILL)
+        if self.start:
+            self.start.kill()
 
 
 class Greeting:
@@ -135,24 +162,32 @@ class Greeting:
 
 def end_transports(nodes: Iterable[Node]) -> None:
     """After the goodbye a transport ends by itself in milliseconds; one that does not is killed."""
-    for act in (lambda node: None, Node.kill_transport):
+    end_starts({id(node.start): node.start for node in nodes if node.start}.values())
+
+
+def end_starts(starts: Collection[Start]) -> None:
+    for last in (False, True):
         deadline = time.monotonic() + END_SECONDS
-        for node in nodes:
-            act(node)
-        for node in nodes:
-            if node.process:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    node.process.wait(max(0.0, deadline - time.monotonic()))
+        for start in starts:
+            if last:
+                start.kill()
+        for start in starts:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                start.process.wait(max(0.0, deadline - time.monotonic()))
 
 
-def _preparer(parent: int) -> Callable[[], None]:
-    """Runs in the forked transport: a process group of its own, so that ^C and our stop do not race; TERM with our death."""
+def _preparer(parent: int, is_step: bool) -> Callable[[], None]:
+    """Runs in the forked transport: a process group of its own, so that ^C and our stop do not race; TERM with our death.
+
+    srun gets no TERM: it would KILL the step, and with it the agents that stop their ranks with a grace.
+    """
 
     def prepare() -> None:
         os.setpgid(0, 0)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
             signal.signal(number, signal.SIG_DFL)
-        _libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+        if not is_step:
+            _libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
         if os.getppid() != parent:
             os._exit(1)
 

@@ -428,7 +428,7 @@ VARIABLES: Final[tuple[tuple[str, str], ...]] = (
     ("OMP_NUM_THREADS", "kept as it is, unless PBS set it (equal to NCPUS)"),
     ("CUDA_VISIBLE_DEVICES", "changed in the job script: for all nodes if it holds small numbers; also HIP_, ROCR_"),
     ("GLOO_SOCKET_IFNAME", "kept as it is; else the interface of each node's own address; also TP_"),
-    ("TORCHRUN_NCCL_KEY", "of this command's own, as TORCHRUN_NCCL_AGENT: leave them unset"),
+    ("TORCHRUN_NCCL_KEY", "of this command's own, as TORCHRUN_NCCL_AGENT, TORCHRUN_NCCL_RELAYED: leave unset"),
 )
 SIGNALS: Final[tuple[tuple[str, str], ...]] = (
     ("TERM, INT, HUP", "stop all ranks: TERM, grace, KILL; a second INT: KILL at once"),

@@ -113,8 +113,8 @@ def make_plan(options: Options, allocation: Allocation, context: Context) -> Pla
     label = _label(options, context.directory)
     shorts = [_file_part(name) for name in short_names([host.name for host in hosts])]
     nodes = tuple(
-        _node(options, allocation, context, choice, (index, host, is_here), short, label)
-        for index, (host, is_here, short) in enumerate(zip(hosts, here, shorts))
+        _node(options, allocation, context, choice, hosts, (index, is_here), short, label)
+        for index, (is_here, short) in enumerate(zip(here, shorts))
     )
     port, port_source = _master_port(options, env)
     user_omp, scheduler_omp = _omp(env)
@@ -180,15 +180,26 @@ def _node(
     allocation: Allocation,
     context: Context,
     choice: transports.Choice,
-    place: tuple[int, Host, bool],
+    hosts: tuple[Host, ...],
+    place: tuple[int, bool],
     short: str,
     label: str,
 ) -> NodePlan:
-    index, host, is_here = place
+    index, is_here = place
+    host = hosts[index]
     local = transports.TRANSPORTS["local"]
-    transport = local if is_here and options.transport is None else choice.transport
-    door = transports.door_words(context.runner, context.door, context.launch_id, index, transport, options.connect_timeout)
-    if transport.name == "ssh":
+    # A step that starts all nodes starts this one too.
+    transport = local if is_here and options.transport is None and not choice.transport.is_step else choice.transport
+    door = transports.door_words(
+        context.runner,
+        context.door,
+        context.launch_id,
+        index,
+        transport,
+        transports.is_shared(transport, hosts),
+        options.connect_timeout,
+    )
+    if transport.is_shell:
         transports.check_remote_words(door)
     return NodePlan(
         index=index,
@@ -200,7 +211,7 @@ def _node(
         cpus=host.cpus,
         transport=transport.name,
         is_here=is_here or transport is local,
-        words=(*transport.start(choice.program, host, options.ssh_options), *door),
+        words=(*transport.start(choice.program, host, hosts, options.ssh_options), *door),
         log=_log_name(label, short, allocation.array_index),
     )
 

@@ -11,33 +11,85 @@ from .errors import Refused, UsageError
 Words = tuple[str, ...]
 #: Stands in a plan for what only the running launcher knows: ADDRESS:PORT,… of its listener.
 LISTENER = "@LISTENER@"
+#: Stands for the node's index in a door's words that are the same for all nodes: srun tells each its own.
+STEP_PLACE = "SLURM_PROCID"
+#: Carries the key to a door where the transport hands its environment on.
+KEY_VARIABLE = "TORCHRUN_NCCL_KEY"
+
+
+#: Makes the words before the door's own: program, this host, all hosts to start, the user's options.
+Start = Callable[[str, Host, tuple[Host, ...], Words], Words]
 
 
 @dataclass(frozen=True)
 class Transport:
-    """program: what must be on the node that launches; start: words before the door's own."""
+    """How a door is started on another node.
+
+    program: what must be on the node that launches. is_tcp: the door connects back; else its stdin and stdout are the
+    channel. is_step: one process starts all nodes that have the same words, and each door learns its place there.
+    is_shell: the words pass through a login shell. passes: the variables the program gets, None for all of the
+    caller's; a program that hands its environment on is also given the key.
+    """
 
     name: str
     program: str
     is_tcp: bool
-    start: Callable[[str, Host, Words], Words]
+    start: Start
+    is_step: bool = False
+    is_shell: bool = False
+    passes: tuple[str, ...] | None = None
 
 
-def _local(program: str, host: Host, options: Words) -> Words:
+def _local(program: str, host: Host, hosts: tuple[Host, ...], options: Words) -> Words:
     return ()
 
 
-def _pbsdsh(program: str, host: Host, options: Words) -> Words:
+def _pbsdsh(program: str, host: Host, hosts: tuple[Host, ...], options: Words) -> Words:
     # -n counts lines of the nodefile, not hosts; without -- an argument such as -I would be pbsdsh's own.
     return (program, "-n", str(host.line), "--")
 
 
-def _pbs_tmrsh(program: str, host: Host, options: Words) -> Words:
+def _pbs_tmrsh(program: str, host: Host, hosts: tuple[Host, ...], options: Words) -> Words:
     # The exact string of the nodefile; `--` is refused.
     return (program, host.name)
 
 
-def _ssh(program: str, host: Host, options: Words) -> Words:
+def is_shared(transport: Transport, hosts: Sequence[Host]) -> bool:
+    """Whether one process of this transport starts all of `hosts`."""
+    return transport.is_step and len({host.gpus for host in hosts}) == 1
+
+
+def _srun(program: str, host: Host, hosts: tuple[Host, ...], options: Words) -> Words:
+    """Slurm 22.05: one step, one task a node, all GPUs and CPUs of the job, whatever the job itself asked for.
+
+    A step without --gpus-per-node silently gets one GPU a node in a job made with --gpus-per-task. No single step can
+    have all GPUs of a job whose nodes have different numbers of them, so such nodes get a step each.
+    """
+    names = ",".join(one.name for one in hosts)
+    common = ("--overlap", "--cpu-bind=none", "--input=none", "--mpi=none", "--kill-on-bad-exit=0", "--wait=0")
+    if len({one.gpus for one in hosts}) > 1:
+        gpus = (f"--gpus={host.gpus}",) if host.gpus else ()
+        return (program, "-N1", "-n1", f"--nodelist={host.name}", *common, *gpus)
+    gpus = (f"--gpus-per-node={host.gpus}",) if host.gpus else ()
+    count = len(hosts)
+    return (program, f"-N{count}", f"-n{count}", "--ntasks-per-node=1", f"--nodelist={names}", *common, *gpus)
+
+
+def _qrsh(program: str, host: Host, hosts: tuple[Host, ...], options: Words) -> Words:
+    # Grid Engine 8.1: joins its words into one line for a shell.
+    return (program, "-inherit", host.name, "exec")
+
+
+def _blaunch(program: str, host: Host, hosts: tuple[Host, ...], options: Words) -> Words:
+    return (program, "-no-shell", "-z", host.name)
+
+
+def _flux(program: str, host: Host, hosts: tuple[Host, ...], options: Words) -> Words:
+    # A broker's rank is the host's place in the instance's host list.
+    return (program, "exec", "-r", str(host.line))
+
+
+def _ssh(program: str, host: Host, hosts: tuple[Host, ...], options: Words) -> Words:
     # Whatever the user's ssh_config says, this must be one quiet command whose stdin and stdout are the channel.
     return (
         program, *options, "-T", "-x", "-a", "-S", "none",
@@ -54,13 +106,22 @@ TRANSPORTS: dict[str, Transport] = {
         Transport("local", "", False, _local),
         Transport("pbsdsh", "pbsdsh", True, _pbsdsh),
         Transport("pbs_tmrsh", "pbs_tmrsh", True, _pbs_tmrsh),
-        Transport("ssh", "ssh", False, _ssh),
+        # srun with the caller's environment lets SLURM_EXACT, SLURM_HOSTFILE, SLURM_NTASKS_PER_GPU, … change the step.
+        Transport("srun", "srun", True, _srun, is_step=True, passes=("PATH", "HOME", "SLURM_JOB_ID", "SLURM_CONF")),
+        Transport("qrsh", "qrsh", False, _qrsh, is_shell=True),
+        Transport("blaunch", "blaunch", True, _blaunch),
+        Transport("flux", "flux", True, _flux),
+        Transport("ssh", "ssh", False, _ssh, is_shell=True),
     )
 }
 
 #: For nodes elsewhere, in order of preference, by scheduler. pbsdsh first: it relays TERM, a second path for a stop.
 PREFERRED: dict[str, tuple[str, ...]] = {
     "pbs": ("pbsdsh", "pbs_tmrsh", "ssh"),
+    "slurm": ("srun",),
+    "sge": ("qrsh", "ssh"),
+    "lsf": ("blaunch", "ssh"),
+    "flux": ("flux",),
     "hosts": ("ssh",),
     "hostfile": ("ssh",),
 }
@@ -111,21 +172,24 @@ def _asked(allocation: Allocation, name: str, find: Callable[[str], str | None])
     return Choice(transport, program, "asked for by --transport")
 
 
-def door_words(runner: str, door: str, launch_id: str, index: int, transport: Transport, connect_timeout: float) -> Words:
-    """What runs on the node, whatever started it."""
+def door_words(
+    runner: str, door: str, launch_id: str, index: int, transport: Transport, is_shared: bool, connect_timeout: float
+) -> Words:
+    """What runs on the node, whatever started it; the same on all nodes where one process starts them all."""
     where = LISTENER if transport.is_tcp else "stdio"
-    return (runner, "-I", "-S", "-B", door, f"{launch_id}.{index}", where, f"{connect_timeout:g}")
+    place = STEP_PLACE if is_shared else str(index)
+    return (runner, "-I", "-S", "-B", door, f"{launch_id}.{place}", where, f"{connect_timeout:g}")
 
 
 SAFE = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_./:=,@%+-")
 
 
 def check_remote_words(words: Sequence[str]) -> None:
-    """ssh's words pass through the user's login shell; csh, fish and sh agree only on plain characters."""
+    """ssh's and qrsh's words pass through the user's login shell; csh, fish and sh agree only on plain characters."""
     for word in words:
         if not set(word) <= SAFE:
             raise Refused(
-                f"ssh cannot carry {word!r} through every login shell: install this package, and have its Python, "
+                f"no login shell can be trusted with {word!r}: install this package, and have its Python, "
                 f"under a path of plain characters, or use another transport"
             )
 

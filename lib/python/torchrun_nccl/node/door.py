@@ -24,9 +24,9 @@ if __name__ == "__main__":
 
 from torchrun_nccl import authentication, channel
 from torchrun_nccl.node import processes
+from torchrun_nccl.transports import KEY_VARIABLE, STEP_PLACE
 
-#: Where the key is, in this order: srun's step environment; the PBS job's cookie, in every task's environment.
-KEY_VARIABLE = "TORCHRUN_NCCL_KEY"
+#: Where the key is, unless the transport handed it on: the PBS job's cookie, in every task's environment.
 COOKIE_VARIABLE = "PBS_JOBCOOKIE"
 
 
@@ -77,6 +77,7 @@ def connect_any(addresses: list[tuple[str, int]], seconds: float) -> Iterator[so
 def open_socket(words: str, launch_id: str, index: int, seconds: float) -> int:
     """Connect to the launcher, prove who we are and see that it is it; the descriptor, ready for frames."""
     key = find_key(dict(os.environ), launch_id)
+    os.environ.pop(KEY_VARIABLE, None)  # not for the agent and what it starts
     problem = ""
     for connection in connect_any([split_address(word) for word in words.split(",")], seconds):
         try:
@@ -116,8 +117,9 @@ def _read_line(connection: socket.socket) -> bytes:
 def main(arguments: list[str]) -> NoReturn:
     if len(arguments) != 3 or "." not in arguments[0]:
         sys.exit("torchrun_nccl: the door is started by the launcher, not by hand")
-    launch_id, _, number = arguments[0].rpartition(".")
-    index = int(number)
+    launch_id, _, place = arguments[0].rpartition(".")
+    # srun starts the same words on all nodes and tells each task its number.
+    index = int(os.environ.get(place, "-1") if place == STEP_PLACE else place)
     for ignored in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGPIPE):
         signal.signal(ignored, signal.SIG_IGN)
     if arguments[1] == "stdio":

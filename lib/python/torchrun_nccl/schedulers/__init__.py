@@ -20,7 +20,7 @@ from torchrun_nccl.schedulers import flux, foreign, lsf, pbs, sge, slurm
 from torchrun_nccl.schedulers.reading import first_set, no_command
 from torchrun_nccl.schedulers.steps import started_many_times
 
-__all__ = ["COMING", "NO_SCHEDULER", "SCHEDULERS", "detect", "names", "started_many_times"]
+__all__ = ["NO_SCHEDULER", "SCHEDULERS", "detect", "names", "started_many_times"]
 
 
 class Scheduler(Protocol):
@@ -36,9 +36,8 @@ class Scheduler(Protocol):
     def read(self, env: Env, read_text: ReadText, run: Run) -> Allocation: ...
 
 
-SCHEDULERS: Final[tuple[Scheduler, ...]] = (pbs,)
-#: Read already, but nothing starts their nodes yet. Flux comes before all others: its jobs run inside theirs.
-COMING: Final[tuple[Scheduler, ...]] = (flux, slurm, lsf, sge)
+#: Flux comes before all others: its jobs run inside theirs.
+SCHEDULERS: Final[tuple[Scheduler, ...]] = (flux, pbs, slurm, lsf, sge)
 
 #: `--scheduler none`: this machine, whatever the environment shows.
 NO_SCHEDULER: Final = "none"

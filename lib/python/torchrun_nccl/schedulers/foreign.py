@@ -24,12 +24,6 @@ class Foreign:
 
 
 FOREIGN: Final = (
-    Foreign("slurm", "Slurm", ("SLURM_JOB_ID", "SLURM_JOBID"), "SLURM_JOB_ID"),
-    Foreign("lsf", "LSF", ("LSB_JOBID",), "LSB_JOBID"),
-    # The first program of `flux batch` has FLUX_URI alone.
-    Foreign("flux", "Flux", ("FLUX_JOB_ID", "FLUX_URI"), "FLUX_JOB_ID"),
-    # SGE_TASK_ID is "undefined" outside of array jobs, but set.
-    Foreign("sge", "Grid Engine", ("SGE_TASK_ID", "PE_HOSTFILE"), "JOB_ID"),
     Foreign("oar", "OAR", ("OAR_JOB_ID", "OAR_NODEFILE"), "OAR_JOB_ID"),
 )
 
@@ -42,6 +36,6 @@ def refusal(foreign: Foreign, env: Env, problems: Iterable[Exception] = ()) -> B
     # The cause stands before the first semicolon; the advice after it is ours to give.
     before = "".join(f" ({str(problem).partition(';')[0]})" for problem in problems)
     return BadAllocation(
-        f"{job} ({why}): this version starts on PBS, on --hosts or --hostfile, and on one machine; "
+        f"{job} ({why}): this version cannot read such a job; "
         f"give --hosts HOST,HOST, or --scheduler none to use this machine alone{before}"
     )
