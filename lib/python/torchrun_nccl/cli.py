@@ -178,23 +178,27 @@ def _initial_environment(process: str) -> Pairs:
     return tuple((name, value) for name, sign, value in pairs if name and sign)
 
 
+#: Names a job by its scheduler's own id: in the environment of all its processes.
+JOB_VARIABLES = ("PBS_JOBID", "SLURM_JOB_ID", "LSB_JOBID", "FLUX_JOB_ID", "JOB_ID")
+
+
 def _scheduler_environment(env: dict[str, str]) -> Pairs:
     """What the scheduler gave the job on this host: the environment of our oldest ancestor inside the job.
 
     It tells a device list that the user changed from the scheduler's own.
     """
-    job = env.get("PBS_JOBID")
+    job = [(name, env[name]) for name in JOB_VARIABLES if name in env]
     found: Pairs = ()
     pid = os.getpid()
     while job and pid > 1:
+        pairs = _initial_environment(str(pid)) if os.access(f"/proc/{pid}/environ", os.R_OK) else ()
+        if not set(job) <= set(pairs):
+            break
+        found = pairs
         try:
-            pairs = tuple(p for p in _initial_environment(str(pid)))
-            parent = int(Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[1])
+            pid = int(Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[1])
         except OSError:
             break
-        if dict(pairs).get("PBS_JOBID") != job:
-            break
-        found, pid = pairs, parent
     return found
 
 

@@ -13,12 +13,13 @@ import os
 import resource
 import secrets
 import signal
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import IO
 
-from . import agreement, authentication, channel, outcome, report
+from . import agreement, authentication, channel, commands, outcome, report
 from .agreement import Agreement, NodeFacts
 from .channel import Channel, Frame, Heart
 from .environment import Pairs
@@ -31,6 +32,7 @@ from .options import signal_name
 from .outcome import Attempt, Cause, NodeEnd, Outcome, RankEnd
 from .plan import Plan
 from .printer import Printer
+from .schedulers import slurm
 from .transports import KEY_VARIABLE, TRANSPORTS
 
 SPAWNS_IN_FLIGHT = 16
@@ -88,6 +90,7 @@ class _Launch:
         self._stop_deadline: Timer | None = None
         self._logs: dict[int, str] = {}
         self._troubles: set[str] = set()
+        self._grace = plan.grace
         self._began = time.monotonic()
 
     def run(self) -> Outcome:
@@ -286,6 +289,8 @@ class _Launch:
         self._starting = {node.index for node in self._nodes}
         self._ranks, self._ends, self._is_port_stolen = [], [], False
         self._go_at = time.monotonic()
+        if number == 0 and self._plan.scheduler == "slurm" and self._plan.options.grace is None:
+            threading.Thread(target=self._ask_for_grace, daemon=True).start()
         for node, part in zip(self._nodes, agreed.nodes):
             go = {
                 "is": "go",
@@ -301,6 +306,11 @@ class _Launch:
                 "terminal": self._plan.terminal if agreed.world_size == 1 else "",
             }
             self._send([node], go)
+
+    def _ask_for_grace(self) -> None:
+        """Slurm KILLs all, agents included, KillWait after its TERM: our own stop must be over by then."""
+        with contextlib.suppress(OSError):
+            self._grace = slurm.grace(commands.answer(("scontrol", "show", "config")), self._plan.grace)
 
     # --- running ---
 
@@ -343,7 +353,7 @@ class _Launch:
             self._start_settling()
         elif end.is_failure and not self._has_forwarded:
             # It was told to save by somebody else; the others may need the time that a save needs.
-            self._start_settling(self._plan.grace)
+            self._start_settling(self._grace)
 
     def _take_engine(self, node: Node, frame: Frame) -> None:
         """torchrun has ended on a node although ranks of it are still to come or to end."""
@@ -505,8 +515,8 @@ class _Launch:
             self._talk(f"{signal_name(number)}: leaving before the start")
             self._say_goodbye()
         elif self._phase in ("running", "stopping"):
-            self._talk(f"{signal_name(number)}: stopping all ranks, KILL after {self._plan.grace:g} s")
-            self._stop(self._plan.grace)
+            self._talk(f"{signal_name(number)}: stopping all ranks, KILL after {self._grace:g} s")
+            self._stop(self._grace)
 
     def _told_to_forward(self, number: int) -> None:
         if self._phase == "running" and not self._starting:

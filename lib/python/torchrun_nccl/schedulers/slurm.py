@@ -231,3 +231,15 @@ def _end_time(env: Env) -> float | None:
     """Seconds since the epoch; 22.05 does not set it."""
     value = env.get(_END, "")
     return float(value) if re.fullmatch("[1-9][0-9]{0,11}", value) else None
+
+
+def grace(config: str, most: float) -> float:
+    """Seconds from TERM to KILL that fit into this Slurm's KillWait, at least 2; `most` where it does not say.
+
+    Of `scontrol show config`, Slurm 22.05: ``KillWait                = 30 sec``
+
+    >>> grace("KillWait                = 30 sec", 15), grace("KillWait = 4 sec", 15), grace("", 15)
+    (15, 2, 15)
+    """
+    found = re.search(r"^KillWait\s*=\s*([0-9]+)", config, re.MULTILINE)
+    return max(2, min(most, int(found[1]) - 3)) if found else most
