@@ -5,7 +5,7 @@ PYTHON ?= $(or $(wildcard /usr/bin/python3),python3)
 TORCH ?= torch==2.13.0 numpy
 VENV := .venv/done
 
-.PHONY: help run test lint golden bench install clean
+.PHONY: help run test lint golden bench cluster install clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' Makefile | expand -t 28
@@ -30,6 +30,11 @@ golden: $(VENV) ## Rewrite the expected texts in tests/golden; git diff is the r
 
 bench: $(VENV) ## Measure what a launch costs beside plain torchrun
 	.venv/bin/python tests/bench.py
+
+cluster: $(VENV) ## As root: N=4 virtual hosts with sshd and a shell on the first; ARGS=--slurm or --grid-engine adds it
+	.venv/bin/python tests/cluster up $(or $(N),4) $(ARGS)
+	-.venv/bin/python tests/cluster shell
+	.venv/bin/python tests/cluster down
 
 install: ## Install in PREFIX=DIR with its own torch, TORCH="torch==X ..." another, TORCH= none
 	@lib/install.sh "$$PREFIX"

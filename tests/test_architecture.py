@@ -17,7 +17,8 @@ FILES = {str(path.relative_to(PACKAGE)): path.read_text() for path in sorted(PAC
 
 # All others are pure: they get what they need as arguments and give their answer back.
 WITH_EFFECTS = [
-    "__main__.py", "cli.py", "launch.py", "nodes.py", "listener.py", "printer.py", "loop.py", "channel.py", "node/*.py",
+    "__main__.py", "cli.py", "commands.py", "launch.py", "relay.py", "nodes.py", "listener.py", "printer.py", "loop.py",
+    "channel.py", "node/*.py",
 ]  # fmt: skip
 NEVER_IN_PURE = [
     "os.environ*", "os.getenv", "os.getcwd", "os.listdir", "os.scandir", "os.stat", "open", "pathlib", "shutil",
@@ -26,16 +27,17 @@ NEVER_IN_PURE = [
 
 # Names, and the only files that may use them.
 ONLY = [
-    (["subprocess", "multiprocessing", "os.system", "os.popen"], ["nodes.py"]),
+    (["subprocess", "multiprocessing", "os.system", "os.popen"], ["commands.py", "nodes.py"]),
     (["os.fork*", "os.exec*", "os.spawn*", "os.posix_spawn*"], ["node/processes.py", "node/door.py"]),
     (["os.environ*", "os.getenv"], ["cli.py", "node/*.py"]),
     (["print", "input", "sys.stdout", "sys.stderr", "sys.stdin"], ["cli.py"]),
-    (["sys.argv"], ["__main__.py", "node/door.py"]),
+    (["sys.argv"], ["__main__.py", "node/door.py", "node/inner.py"]),
     (["sys.exit", "exit", "quit"], ["node/door.py", "node/starter.py"]),
     (["os._exit"], ["cli.py", "nodes.py", "node/*.py"]),
     (["torchrun_nccl.cli"], ["__main__.py"]),
-    (["torchrun_nccl.launch"], ["cli.py"]),
-    (["torchrun_nccl.node.agent", "torchrun_nccl.node.door"], ["node/door.py"]),
+    (["torchrun_nccl.launch", "torchrun_nccl.relay"], ["cli.py"]),
+    (["torchrun_nccl.commands"], ["cli.py", "launch.py"]),
+    (["torchrun_nccl.node.agent", "torchrun_nccl.node.door"], ["node/door.py", "node/inner.py"]),
     (["pickle", "marshal", "shelve"], []),
 ]
 

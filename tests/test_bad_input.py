@@ -60,7 +60,7 @@ CASES: dict[str, tuple[tuple[str, ...], dict[str, str], int, tuple[str, ...]]] =
         ("mpirun", "OMPI_COMM_WORLD_SIZE=4", "once per job"),
     ),
     "a scheduler that cannot be read": (
-        ("ok.py",), {"SLURM_JOB_ID": "42"}, 120, ("Slurm", "42", "--hosts", "--scheduler none"),
+        ("ok.py",), {"OAR_JOB_ID": "42"}, 120, ("OAR job 42", "cannot read such a job", "--hosts", "--scheduler none"),
     ),
     "unknown scheduler": (("--scheduler", "moab", "ok.py"), {}, 2, ("moab", "pbs")),
     "unknown transport": (("--transport", "rsh", "ok.py"), {}, 2, ("--transport", "rsh", "pbsdsh")),

@@ -120,7 +120,8 @@ def test_script_environment(start):
             "MANPATH": f":{EXEC}/share/man",
             "NCPUS": "4",
             "OMP_NUM_THREADS": "4",
-            "PATH": f"/usr/local/bin:/usr/bin:/bin:/usr/local/games:/usr/games:{EXEC}/bin",
+            # PBS has its own folder last; here it must win over another scheduler's qstat and qdel.
+            "PATH": f"{EXEC}/bin:/usr/local/bin:/usr/bin:/bin:/usr/local/games:/usr/games",
             "PBS_ENVIRONMENT": "PBS_BATCH",
             "PBS_JOBCOOKIE": job.cookie,
             "PBS_JOBDIR": home,

@@ -18,8 +18,15 @@ from torchrun_nccl.plan import Context, Plan, make_plan, to_json, to_text
 from torchrun_nccl.schedulers import detect, started_many_times
 from torchrun_nccl.transports import SAFE, TRANSPORTS, is_name_of_here
 
-PROGRAMS = {"pbsdsh": "/opt/pbs/bin/pbsdsh"}
-EVERYTHING = {**PROGRAMS, "pbs_tmrsh": "/opt/pbs/bin/pbs_tmrsh", "ssh": "/usr/bin/ssh"}
+PROGRAMS = {
+    "pbsdsh": "/opt/pbs/bin/pbsdsh",
+    "pbs_tmrsh": "/opt/pbs/bin/pbs_tmrsh",
+    "srun": "/usr/bin/srun",
+    "qrsh": "/opt/sge/bin/qrsh",
+    "blaunch": "/opt/lsf/bin/blaunch",
+    "flux": "/usr/bin/flux",
+    "ssh": "/usr/bin/ssh",
+}
 DOOR = "/apps/NCI-ai-ml/23.05/lib/python/torchrun_nccl/node/door.py"
 
 
@@ -50,6 +57,16 @@ def pbs(*hosts: Host, **changes) -> Allocation:
     return Allocation("pbs", "17.pbs0", hosts or (Host("n1", 0), Host("n2", 1)), why="PBS_JOBID is set", **changes)
 
 
+def job_of(scheduler: str, *hosts: Host) -> Allocation:
+    return Allocation(scheduler, "17", hosts, why="a variable is set")
+
+
+def granted(*gpus: int | None, names: str = "n1 n2 n3") -> Allocation:
+    """A job of Slurm, by the GPUs of its hosts."""
+    hosts = [Host(name, line, gpus=number) for line, (name, number) in enumerate(zip(names.split(), gpus))]
+    return job_of("slurm", *hosts)
+
+
 def listed(*hosts: str, slots: int = 0) -> Allocation:
     return Allocation("hosts", "", tuple(Host(name, i, slots) for i, name in enumerate(hosts)), why="--hosts was given")
 
@@ -68,7 +85,7 @@ def plan_of(name: str) -> Plan:
     many = started_many_times(env)
     if many:
         raise Refused(many)
-    allocation = detect(env, read_text, hostname="elsewhere")
+    allocation = detect(env, read_text, hostname="elsewhere", run=cases.answers(name))
     return made("train.py --name 'my run' 'a$b'", allocation, environment=tuple(env.items()))
 
 
@@ -89,7 +106,7 @@ def test_golden_plan_over_ssh(golden):
     words = "--max-restarts 2 --role me --monitor-interval 0.5 --log-dir logs -m pkg.mod --lr 1"
     allocation = replace(listed("n1.site.org", "me@n2.site.org", slots=2), warnings=("one thing", "another"))
     env = (("MASTER_PORT", "4001"), ("NCCL_DEBUG", "INFO"), ("FI_PROVIDER", "cxi"), ("SECRET", "tell nobody"))
-    golden("plan-ssh.txt", to_text(made(words, allocation, environment=env, find=EVERYTHING.get)))
+    golden("plan-ssh.txt", to_text(made(words, allocation, environment=env)))
 
 
 STABLE = {
@@ -205,7 +222,127 @@ SSH_WORDS = (
     ids=["pbsdsh", "pbs_tmrsh", "ssh", "ssh options", "own host", "asked for", "local", "no scheduler"],
 )
 def test_words(words, allocation, expected):
-    assert [node.words for node in made(words, allocation, find=EVERYTHING.get).nodes] == expected
+    assert [node.words for node in made(words, allocation).nodes] == expected
+
+
+def door(place: int | str, where: str = "@LISTENER@") -> tuple[str, ...]:
+    return (*DOOR_WORDS, f"LAUNCH.{place}", where, "5")
+
+
+STEP = ("--overlap", "--cpu-bind=none", "--input=none", "--mpi=none", "--kill-on-bad-exit=0", "--wait=0")
+
+
+def one_step(nodes: int, nodelist: str, *gpus: str) -> list[tuple[str, ...]]:
+    """The words of a step for all nodes, which are those of each node."""
+    count = (f"-N{nodes}", f"-n{nodes}", "--ntasks-per-node=1", f"--nodelist={nodelist}")
+    return [("/usr/bin/srun", *count, *STEP, *gpus, *door("SLURM_PROCID"))] * nodes
+
+
+def own_step(index: int, host: str, *gpus: str) -> tuple[str, ...]:
+    return ("/usr/bin/srun", "-N1", "-n1", f"--nodelist={host}", *STEP, *gpus, *door(index))
+
+
+SLURM_WORDS = {
+    "even": ("x.py", granted(4, 4), one_step(2, "n1,n2", "--gpus-per-node=4")),
+    # Slurm 22.05 has no word for a step with other numbers on other nodes: a step for each.
+    "uneven": (
+        "x.py",
+        granted(4, 2, 2),
+        [own_step(0, "n1", "--gpus=4"), own_step(1, "n2", "--gpus=2"), own_step(2, "n3", "--gpus=2")],
+    ),
+    "none on one": ("x.py", granted(4, 0), [own_step(0, "n1", "--gpus=4"), own_step(1, "n2")]),
+    # None granted, or Slurm does not say: no word for them.
+    "no GPUs": ("x.py", granted(0, 0), one_step(2, "n1,n2")),
+    "not known": ("x.py", granted(None, None), one_step(2, "n1,n2")),
+    # The nodes left out are not counted, nor do their GPUs make it uneven.
+    "fewer nodes": ("--nnodes 2 x.py", granted(4, 4, 4), one_step(2, "n1,n2", "--gpus-per-node=4")),
+    "fewer nodes, even": ("--nnodes 2 x.py", granted(4, 4, 2), one_step(2, "n1,n2", "--gpus-per-node=4")),
+    "fewer nodes, uneven": (
+        "--nnodes 2 x.py", granted(4, 2, 2), [own_step(0, "n1", "--gpus=4"), own_step(1, "n2", "--gpus=2")],
+    ),
+    "one host, elsewhere": ("x.py", granted(4), one_step(1, "n1", "--gpus-per-node=4")),
+    "one of two, elsewhere": ("--nnodes 1 x.py", granted(4, 2), one_step(1, "n1", "--gpus-per-node=4")),
+    "one host, here": ("x.py", granted(4, names="elsewhere"), [door(0, "stdio")]),
+    "one of two, here": ("--nnodes 1 x.py", granted(4, 4, names="elsewhere n2"), [door(0, "stdio")]),
+    "one host, here, asked for": (
+        "--transport srun x.py", granted(4, names="elsewhere"), one_step(1, "elsewhere", "--gpus-per-node=4"),
+    ),
+    # The step starts the launcher's own host as well.
+    "own host": ("x.py", granted(4, 4, names="elsewhere n2"), one_step(2, "elsewhere,n2", "--gpus-per-node=4")),
+    "own host, uneven": (
+        "x.py",
+        granted(4, 2, names="elsewhere n2"),
+        [own_step(0, "elsewhere", "--gpus=4"), own_step(1, "n2", "--gpus=2")],
+    ),
+    "order of the job": ("x.py", granted(1, 1, 1, names="n10 n2 m7"), one_step(3, "n10,n2,m7", "--gpus-per-node=1")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SLURM_WORDS)
+def test_slurm_words(name):
+    words, allocation, expected = SLURM_WORDS[name]
+    plan = made(words, allocation)
+    assert [node.words for node in plan.nodes] == expected
+    transport = "local" if expected == [door(0, "stdio")] else "srun"
+    assert [plan.transport, *(node.transport for node in plan.nodes)] == [transport] * (1 + len(expected))
+    assert [node.is_here for node in plan.nodes] == [node.host == "elsewhere" for node in plan.nodes]
+
+
+@pytest.mark.parametrize("task", [
+    {"SLURM_NTASKS": "16", "SLURM_NTASKS_PER_NODE": "8", "SLURM_TASKS_PER_NODE": "8(x2)"},
+    {"SLURM_GPUS_PER_TASK": "1", "SLURM_GPU_BIND": "closest"},
+    {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_NODES": "1", "SLURM_EXACT": "1"},
+    {"SLURM_CPUS_PER_TASK": "32", "SLURM_TRES_PER_TASK": "cpu=32", "SLURM_CPUS_PER_GPU": "8"},
+    {"SLURM_EXPORT_ENV": "NONE"},
+])  # fmt: skip
+def test_what_the_job_asked_for_changes_no_step(task):
+    expected = one_step(2, "n1,n2", "--gpus-per-node=8")
+    assert [node.words for node in made("x.py", granted(8, 8), environment=tuple(task.items())).nodes] == expected
+    assert not set(task) & set(TRANSPORTS["srun"].passes)
+
+
+OTHER_WORDS = {
+    # The exact name of the host file; the words become a line for a shell.
+    "qrsh": (
+        "x.py",
+        job_of("sge", Host("n1.site", 0, 8), Host("elsewhere.site", 1, 8), Host("n3.site", 2, 4)),
+        [
+            ("/opt/sge/bin/qrsh", "-inherit", "n1.site", "exec", *door(0, "stdio")),
+            door(1, "stdio"),
+            ("/opt/sge/bin/qrsh", "-inherit", "n3.site", "exec", *door(2, "stdio")),
+        ],
+    ),
+    "blaunch": (
+        "x.py",
+        job_of("lsf", Host("h2", 1, 42), Host("elsewhere", 43, 42), Host("h1", 85, 42)),
+        [
+            ("/opt/lsf/bin/blaunch", "-no-shell", "-z", "h2", *door(0)),
+            door(1, "stdio"),
+            ("/opt/lsf/bin/blaunch", "-no-shell", "-z", "h1", *door(2)),
+        ],
+    ),
+    # The rank of a broker, not of a node.
+    "flux": (
+        "--nnodes 2 x.py",
+        job_of("flux", Host("t3", 0), Host("t1", 2), Host("t2", 3)),
+        [("/usr/bin/flux", "exec", "-r", "0", *door(0)), ("/usr/bin/flux", "exec", "-r", "2", *door(1))],
+    ),
+    "flux, own host": (
+        "x.py",
+        job_of("flux", Host("elsewhere", 0), Host("t1", 1)),
+        [door(0, "stdio"), ("/usr/bin/flux", "exec", "-r", "1", *door(1))],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_WORDS)
+def test_words_of_other_schedulers(name):
+    words, allocation, expected = OTHER_WORDS[name]
+    plan = made(words, allocation)
+    assert [node.words for node in plan.nodes] == expected
+    transport = name.partition(",")[0]
+    assert [node.transport for node in plan.nodes] == ["local" if node.is_here else transport for node in plan.nodes]
+    assert plan.transport == transport
 
 
 @pytest.mark.parametrize("runner, door", [
@@ -214,15 +351,24 @@ def test_words(words, allocation, expected):
     ("/usr/bin/python3", "/home/é/door.py"),
     ("/usr/bin/python3", "/apps/$USER/door.py"),
 ])  # fmt: skip
-def test_ssh_takes_plain_words_only(runner, door):
-    """csh, fish and sh agree on nothing else; TM has no shell and takes every word."""
-    assert error("x.py", listed("n1"), runner=runner, door=door, find=EVERYTHING.get).startswith("120 ssh cannot carry")
-    words = made("x.py", pbs(Host("n1", 0)), runner=runner, door=door).nodes[0].words
-    assert (words[4], words[8]) == (runner, door)
+def test_a_shell_takes_plain_words_only(runner, door):
+    """csh, fish and sh agree on nothing else; the others have no shell and take every word."""
+    (bad,) = {runner, door} - {"/usr/bin/python3", DOOR}
+    message = (
+        f"120 no login shell can be trusted with {bad!r}: install this package, and have its Python, "
+        "under a path of plain characters, or use another transport"
+    )
+    host = Host("n1", 0)
+    for allocation in (listed("n1"), job_of("sge", host)):
+        assert error("x.py", allocation, runner=runner, door=door) == message
+    for allocation in (pbs(host), granted(4), job_of("lsf", host), job_of("flux", host)):
+        words = made("x.py", allocation, runner=runner, door=door).nodes[0].words
+        assert words[-8:-3] == (runner, "-I", "-S", "-B", door)
 
 
-def test_ssh_words_are_safe():
-    for node in made("x.py", listed("n1", "n2"), find=EVERYTHING.get).nodes:
+@pytest.mark.parametrize("allocation", [listed("n1", "n2"), job_of("sge", Host("n1", 0), Host("n2", 1))])
+def test_words_for_a_shell_are_safe(allocation):
+    for node in made("x.py", allocation).nodes:
         remote = node.words[node.words.index("exec") :]
         assert set("".join(remote)) <= SAFE
 
@@ -238,7 +384,15 @@ SEARCHED = ", nor in $PBS_EXEC/bin, /opt/pbs/bin, /opt/pbs/default/bin, /usr/loc
         ("", pbs(), "ssh", ("ssh", "found /bin/ssh; no pbsdsh, pbs_tmrsh on PATH")),
         ("", pbs(Host("elsewhere", 0)), "", ("local", "every node is on this machine")),
         ("", listed("n1"), "pbsdsh ssh", ("ssh", "found /bin/ssh")),  # a line of --hosts is none of pbsdsh's
+        ("", granted(4, 4), "srun ssh", ("srun", "found /bin/srun")),
+        ("", granted(4, names="elsewhere"), "", ("local", "every node is on this machine")),
+        ("", job_of("sge", Host("n1", 0)), "qrsh ssh", ("qrsh", "found /bin/qrsh")),
+        ("", job_of("sge", Host("n1", 0)), "ssh", ("ssh", "found /bin/ssh; no qrsh on PATH")),
+        ("", job_of("lsf", Host("n1", 0)), "blaunch ssh", ("blaunch", "found /bin/blaunch")),
+        ("", job_of("lsf", Host("n1", 0)), "ssh", ("ssh", "found /bin/ssh; no blaunch on PATH")),
+        ("", job_of("flux", Host("n1", 0)), "flux srun ssh", ("flux", "found /bin/flux")),
         ("--transport ssh", pbs(), "pbsdsh ssh", ("ssh", "asked for by --transport")),
+        ("--transport ssh", granted(4, 4), "srun ssh", ("ssh", "asked for by --transport")),
         ("--transport pbs_tmrsh", listed("n1"), "pbs_tmrsh", ("pbs_tmrsh", "asked for by --transport")),
         ("--transport local", pbs(), "", ("local", "asked for by --transport")),
         (
@@ -248,14 +402,35 @@ SEARCHED = ", nor in $PBS_EXEC/bin, /opt/pbs/bin, /opt/pbs/default/bin, /usr/loc
             "120 no way to start the other nodes: pbsdsh or pbs_tmrsh or ssh is needed, but not on PATH" + SEARCHED,
         ),
         ("", listed("n1"), "pbsdsh", "120 no way to start the other nodes: ssh is needed, but not on PATH"),
+        # In jobs of Slurm and Flux no ssh takes their place.
+        ("", granted(4, 4), "ssh", "120 no way to start the other nodes: srun is needed, but not on PATH"),
+        ("", job_of("flux", Host("n1", 0)), "ssh", "120 no way to start the other nodes: flux is needed, but not on PATH"),
+        (
+            "",
+            job_of("sge", Host("n1", 0)),
+            "",
+            "120 no way to start the other nodes: qrsh or ssh is needed, but not on PATH",
+        ),
+        (
+            "",
+            job_of("lsf", Host("n1", 0)),
+            "",
+            "120 no way to start the other nodes: blaunch or ssh is needed, but not on PATH",
+        ),
         ("--transport ssh", pbs(), "pbsdsh", "120 --transport ssh: ssh is not on PATH"),
+        ("--transport srun", granted(4, 4), "ssh", "120 --transport srun: srun is not on PATH"),
         ("--transport pbsdsh", pbs(), "ssh", "120 --transport pbsdsh: pbsdsh is not on PATH" + SEARCHED),
-        ("--transport rsh", pbs(), "", '2 --transport: "rsh" is none of local, pbsdsh, pbs_tmrsh, ssh'),
+        (
+            "--transport rsh",
+            pbs(),
+            "",
+            '2 --transport: "rsh" is none of local, pbsdsh, pbs_tmrsh, srun, qrsh, blaunch, flux, ssh',
+        ),
         (
             "--transport pbsdsh",
             listed("n1"),
             "pbsdsh",
-            "2 --transport pbsdsh counts the lines of a PBS job's host list, but --hosts was given; take another",
+            "2 --transport pbsdsh starts the hosts of a job of its own scheduler, but --hosts was given; take another",
         ),
     ],
 )
@@ -270,6 +445,14 @@ def test_transport(asked, allocation, found, expected):
 
 def test_every_transport_has_its_name():
     assert {name: transport.name for name, transport in TRANSPORTS.items()} == {name: name for name in TRANSPORTS}
+
+
+def test_what_a_transport_is():
+    assert {one.name for one in TRANSPORTS.values() if one.is_tcp} == {"pbsdsh", "pbs_tmrsh", "srun", "blaunch", "flux"}
+    assert {one.name for one in TRANSPORTS.values() if one.is_step} == {"srun"}
+    assert {one.name for one in TRANSPORTS.values() if one.is_shell} == {"qrsh", "ssh"}
+    bare = {"srun": ("PATH", "HOME", "SLURM_JOB_ID", "SLURM_CONF")}
+    assert {one.name: one.passes for one in TRANSPORTS.values() if one.passes is not None} == bare
 
 
 @pytest.mark.parametrize(
@@ -383,7 +566,7 @@ def test_omp_is_whose(variables, expected):
     ],
 )
 def test_processes(words, allocation, expected):
-    plan = made(words, allocation, find=EVERYTHING.get)
+    plan = made(words, allocation)
     assert (plan.device, [node.nproc for node in plan.nodes], plan.is_nproc_explicit) == expected
 
 
@@ -457,7 +640,7 @@ def test_torchruns_own_options():
     ],
 )  # fmt: skip
 def test_log_names(words, hosts, expected):
-    assert [node.log for node in made(words, listed(*hosts), find=EVERYTHING.get).nodes] == expected
+    assert [node.log for node in made(words, listed(*hosts)).nodes] == expected
 
 
 def test_log_of_an_array_job():
@@ -483,7 +666,7 @@ def test_log_directory(option, folder):
     (listed("n1"), "--grace 60", (60.0, 60.0)),
 ])  # fmt: skip
 def test_grace(allocation, option, expected):
-    plan = made(f"{option} x.py", allocation, find=EVERYTHING.get)
+    plan = made(f"{option} x.py", allocation)
     assert (plan.grace, plan.failure_grace) == expected
 
 

@@ -9,20 +9,15 @@ from dataclasses import replace
 
 import cases
 import pytest
+import test_allocation
 from torchrun_nccl import schedulers
 from torchrun_nccl.allocation import Allocation, Host, ReadText, Run
 from torchrun_nccl.errors import BadAllocation
-from torchrun_nccl.schedulers import COMING, detect, flux, lsf, pbs, reading, sge, slurm, started_many_times
+from torchrun_nccl.schedulers import SCHEDULERS, detect, reading, slurm, started_many_times
 
 ELSEWHERE = "give the hosts with --hosts or --hostfile, or use this machine alone with --scheduler none"
 IN_THE_JOB = f"run this in the job script, or {ELSEWHERE}"
 IN_SLURM = f"run this in the job script or in a shell of salloc, or {ELSEWHERE}"
-ALL = (flux, pbs, slurm, lsf, sge)
-
-
-@pytest.fixture(autouse=True)
-def _joined(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(schedulers, "SCHEDULERS", ALL)
 
 
 def reader(files: Mapping[str, str]) -> ReadText:
@@ -67,83 +62,87 @@ BY_PE = "PE_HOSTFILE is set"
 SLURM_CASES = {
     "slurm-batch": ("42", even(*V100, gpus=4, cpus=4)),
     "slurm-salloc": ("42", even(*V100, gpus=4, cpus=4)),
+    "slurm-with-pbs-names": ("42", even(*V100, gpus=4, cpus=4)),
+    "slurm-with-stale-pbs": ("42", even(*V100, gpus=4, cpus=4)),
+    # A task among others reads the same job; started_many_times refuses it.
+    "slurm-step": ("42", even(*V100, gpus=4, cpus=4)),
     # SLURM_NNODES=1 there is the step's.
     "slurm-step-single": ("42", even(*V100, gpus=4, cpus=4)),
-    "coming/slurm-gres": ("1", even(*V100[:2], gpus=2, cpus=1)),
-    "coming/slurm-gpus-uneven": ("2", [Host(V100[0], 0, gpus=4, cpus=1), Host(V100[1], 1, gpus=2, cpus=1)]),
-    "coming/slurm-gpus-per-task": ("5", even(*V100[:2], gpus=4, cpus=8)),
-    "coming/slurm-gpus-per-task-uneven": ("62", [Host("gpu1", 0, gpus=2, cpus=2), Host("gpu2", 1, gpus=1, cpus=1)]),
-    "coming/slurm-exclusive": ("8", even(*V100[:2], gpus=2, cpus=8)),
-    "coming/slurm-cpu-only": ("9", even(*V100[:2], gpus=None, cpus=1)),
-    "coming/slurm-single": ("10", even(V100[0], gpus=1, cpus=2)),
-    "coming/slurm-export-none": ("12", even(*V100[:2], gpus=4, cpus=1)),  # A35
-    "coming/slurm-array-last": ("13", even(V100[0], gpus=2, cpus=1)),
-    "coming/slurm-salloc-gres": ("15", even(*V100[:2], gpus=2, cpus=1)),
-    "coming/slurm-salloc-gpus-per-task": ("16", even(*V100[:2], gpus=4, cpus=4)),
+    "slurm-gres": ("1", even(*V100[:2], gpus=2, cpus=1)),
+    "slurm-gpus-uneven": ("2", [Host(V100[0], 0, gpus=4, cpus=1), Host(V100[1], 1, gpus=2, cpus=1)]),
+    "slurm-gpus-per-task": ("5", even(*V100[:2], gpus=4, cpus=8)),
+    "slurm-gpus-per-task-uneven": ("62", [Host("gpu1", 0, gpus=2, cpus=2), Host("gpu2", 1, gpus=1, cpus=1)]),
+    "slurm-exclusive": ("8", even(*V100[:2], gpus=2, cpus=8)),
+    "slurm-cpu-only": ("9", even(*V100[:2], gpus=None, cpus=1)),
+    "slurm-single": ("10", even(V100[0], gpus=1, cpus=2)),
+    "slurm-export-none": ("12", even(*V100[:2], gpus=4, cpus=1)),  # A35
+    "slurm-array-last": ("13", even(V100[0], gpus=2, cpus=1)),
+    "slurm-salloc-gres": ("15", even(*V100[:2], gpus=2, cpus=1)),
+    "slurm-salloc-gpus-per-task": ("16", even(*V100[:2], gpus=4, cpus=4)),
     # SLURM_GPUS_ON_NODE=1 there is the step's (A32).
-    "coming/slurm-step-gpus-per-task": ("16", even(*V100[:2], gpus=4, cpus=4)),
-    "coming/slurm-interactive-step": ("17", even(*V100[:2], gpus=4, cpus=1)),
-    "coming/slurm-uneven": (
+    "slurm-step-gpus-per-task": ("16", even(*V100[:2], gpus=4, cpus=4)),
+    "slurm-interactive-step": ("17", even(*V100[:2], gpus=4, cpus=1)),
+    "slurm-uneven": (
         "61",
         [Host("n10", 0, cpus=8), Host("n2", 1, cpus=2), Host("m7", 2, cpus=2)],
     ),
-    "coming/slurm-tutorial-4x1": ("63", even("node01", "node02", "node03", "node04", gpus=1, cpus=4)),  # B19
-    "coming/slurm-end-time": ("64", even("nid001024", "nid001025", gpus=4, cpus=64)),  # A34
-    "coming/jean-zay-24x8": (
+    "slurm-tutorial-4x1": ("63", even("node01", "node02", "node03", "node04", gpus=1, cpus=4)),  # B19
+    "slurm-end-time": ("64", even("nid001024", "nid001025", gpus=4, cpus=64)),  # A34
+    "jean-zay-24x8": (
         "1265432",
         even(*(f"jean-zay-iam{n:02}" for n in (*range(1, 13), *range(15, 27))), gpus=8, cpus=64),
     ),
-    "coming/lumi-4x8": ("7261234", even("nid005012", "nid005013", "nid005014", "nid005015", gpus=8, cpus=128)),
-    "coming/perlmutter-2x4": ("24680135", even("nid001024", "nid001033", gpus=4, cpus=128)),
-    "coming/frontier-2x8": ("1912345", even("frontier04321", "frontier04322", gpus=8, cpus=112)),
+    "lumi-4x8": ("7261234", even("nid005012", "nid005013", "nid005014", "nid005015", gpus=8, cpus=128)),
+    "perlmutter-2x4": ("24680135", even("nid001024", "nid001033", gpus=4, cpus=128)),
+    "frontier-2x8": ("1912345", even("frontier04321", "frontier04322", gpus=8, cpus=112)),
 }
 OTHER_CASES = {
-    "coming/lsf-hostfile": (
+    "lsf-hostfile": (
         "lsf",
         "8101",
         [Host("h2", 0, 4), Host("h1", 4, 4), Host("h10", 8, 4)],
         "LSB_JOBID and LSB_DJOB_HOSTFILE are set",
     ),
-    "coming/lsf-mcpu-hosts": (
+    "lsf-mcpu-hosts": (
         "lsf",
         "8102",
         [Host(f"gpu{number}.site", line, 64) for line, number in enumerate((7, 3, 8, 1, 2, 4, 5, 6))],
         "LSB_JOBID and LSB_MCPU_HOSTS are set",
     ),
-    "coming/lsf-hosts": ("lsf", "8103", [Host("h2", 0, 2), Host("h1", 2, 1)], "LSB_JOBID and LSB_HOSTS are set"),
+    "lsf-hosts": ("lsf", "8103", [Host("h2", 0, 2), Host("h1", 2, 1)], "LSB_JOBID and LSB_HOSTS are set"),
     # B29: the file's order, not the alphabet's.
-    "coming/summit-4x6": (
+    "summit-4x6": (
         "lsf",
         "1415926",
         [Host("h22n07", 1, 42), Host("h22n08", 43, 42), Host("a05n11", 85, 42), Host("d14n02", 127, 42)],
         "LSB_JOBID and LSB_DJOB_HOSTFILE are set; batch5, the launch node, is left out",
     ),
-    "coming/lassen-2x4": (
+    "lassen-2x4": (
         "lsf",
         "2718281",
         [Host("lassen3", 1, 40), Host("lassen31", 2, 40)],
         "LSB_JOBID and LSB_MCPU_HOSTS are set; lassen710, the launch node, is left out",
     ),
-    "coming/flux-batch": (
+    "flux-batch": (
         "flux",
         "ƒ2RkYbPMxK",
         [Host("tuolumne1005", 0), Host("tuolumne1006", 1)],
         "FLUX_ENCLOSING_ID is set",
     ),
-    "coming/flux-batch-old": (
+    "flux-batch-old": (
         "flux",
         "",
         [Host("corona171", 0), Host("corona173", 1), Host("corona174", 2)],
         "FLUX_URI is set",
     ),
-    "coming/flux-run": ("flux", "f3ETxsR9H", [Host("t1", 0), Host("t2", 1)], "FLUX_JOB_ID is set"),  # A56
-    "coming/sge-serial": (
+    "flux-run": ("flux", "f3ETxsR9H", [Host("t1", 0), Host("t2", 1)], "FLUX_JOB_ID is set"),  # A56
+    "sge-serial": (
         "sge",
         "1",
         [Host(V100[0] + GADI, 0, 1, cpus=1)],
         "SGE_TASK_ID is set, and no parallel environment",
     ),
-    "coming/sge-fill-up": (
+    "sge-fill-up": (
         "sge",
         "2",
         [
@@ -153,19 +152,21 @@ OTHER_CASES = {
         ],
         BY_PE,
     ),
-    "coming/sge-per-host": (
+    "sge-per-host": (
         "sge",
         "3",
         [Host(V100[1] + GADI, 0, 8, cpus=8), Host(V100[2] + GADI, 1, 8, cpus=8)],
         BY_PE,
     ),
-    "coming/sge-array": ("sge", "4", [Host(V100[0] + GADI, 0, 8, cpus=8)], BY_PE),
+    "sge-array": ("sge", "4", [Host(V100[0] + GADI, 0, 8, cpus=8)], BY_PE),
 }
 MORE = {
-    "coming/slurm-array-last": {"array_index": "6"},
-    "coming/slurm-end-time": {"end_time": 1714651200.0},
-    "coming/lsf-mcpu-hosts": {"array_index": "3"},
-    "coming/sge-array": {"array_index": "3"},
+    "slurm-with-pbs-names": {"why": f"{BY_SLURM}; PBS_JOBID is set too, and passed over"},
+    "slurm-with-stale-pbs": {"why": f"{BY_SLURM}; PBS_JOBID is set too, and passed over"},
+    "slurm-array-last": {"array_index": "6"},
+    "slurm-end-time": {"end_time": 1714651200.0},
+    "lsf-mcpu-hosts": {"array_index": "3"},
+    "sge-array": {"array_index": "3"},
 }
 CASES = {name: ("slurm", *case, BY_SLURM) for name, case in SLURM_CASES.items()} | OTHER_CASES
 
@@ -174,18 +175,18 @@ HET = (
     "a launch runs on one component: choose it, as in --hosts 'gadi-gpu-v100-[0002-0003]'"
 )
 REFUSED = {
-    "coming/slurm-het": f"Slurm job 1{HET}",
-    "coming/slurm-het-salloc": f"Slurm job 3{HET}",
-    "coming/slurm-het-step": f"Slurm job 1{HET}",
-    "coming/sge-slave-task": "Grid Engine job 2: PE_HOSTFILE is not set here, but PE=mpi: only the job script has it, "
+    "slurm-het": f"Slurm job 1{HET}",
+    "slurm-het-salloc": f"Slurm job 3{HET}",
+    "slurm-het-step": f"Slurm job 1{HET}",
+    "sge-slave-task": "Grid Engine job 2: PE_HOSTFILE is not set here, but PE=mpi: only the job script has it, "
     f"tasks of qrsh -inherit do not; {IN_THE_JOB}",
 }
 
 
 def test_every_case_is_expected_and_says_what_it_is() -> None:
-    names = {f"coming/{path.stem}" for path in (cases.FOLDER / "coming").glob("*.env")}
-    assert names == {name for name in (*CASES, *REFUSED) if name.startswith("coming/")}
-    for name in names:
+    expected = [*CASES, *REFUSED, *test_allocation.PBS_CASES, *test_allocation.REFUSED]
+    assert sorted(expected) == list(cases.names())
+    for name in expected:
         assert [line.partition(":")[0] for line in cases.head(name) if ": " in line][:2] == ["Site", "Shows"]
         assert any(re.match("Origin: (captured|reconstructed)", line) for line in cases.head(name))
 
@@ -196,7 +197,6 @@ def test_case(name: str) -> None:
     env, read_text = cases.load(name)
     expected = replace(Allocation(scheduler, job_id, tuple(hosts), why), **MORE.get(name, {}))
     assert detect(env, read_text, hostname="here.site", run=cases.answers(name)) == expected
-    assert started_many_times(env) is None
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -206,13 +206,13 @@ def test_refused_case(name: str) -> None:
         detect(env, read_text, hostname="here.site", run=cases.answers(name))
 
 
-@pytest.mark.parametrize("name", [name for name in SLURM_CASES if name != "coming/slurm-salloc-gres"])
+@pytest.mark.parametrize("name", [name for name in SLURM_CASES if name != "slurm-salloc-gres"])
 def test_slurm_without_scontrol_loses_at_most_the_number_of_gpus(name: str) -> None:
     env, read_text = cases.load(name)
     without = slurm.read(env, read_text)
     expected = slurm.read(env, read_text, cases.answers(name))
     if without.warnings:
-        assert name in ("coming/slurm-gpus-uneven", "coming/slurm-step-gpus-per-task")
+        assert name in ("slurm-gpus-uneven", "slurm-step-gpus-per-task")
         expected = replace(expected, hosts=tuple(replace(host, gpus=None) for host in expected.hosts))
     assert replace(without, warnings=()) == expected
 
@@ -363,6 +363,10 @@ def test_slurm_end_time(value: str, end: float | None) -> None:
         (
             {"SLURM_JOB_ID": "42", "SLURM_NNODES": "2", "SLURM_JOB_NODELIST": ""},
             f"Slurm job 42: neither SLURM_JOB_NODELIST nor SLURM_NODELIST names a host here; {IN_SLURM}",
+        ),
+        (
+            {"SLURM_JOBID": "7"},
+            f"Slurm job 7: neither SLURM_JOB_NODELIST nor SLURM_NODELIST names a host here; {IN_SLURM}",
         ),
         (
             {"SLURM_NNODES": "2"},
@@ -725,7 +729,9 @@ def test_the_real_job_wins(env: dict[str, str], here: str, host: str, why: str) 
         (
             PBS | {"OAR_JOB_ID": "3"},
             {},
-            "OAR job 3 (OAR_JOB_ID is set): this version starts on ",
+            "OAR job 3 (OAR_JOB_ID is set): this version cannot read such a job; "
+            "give --hosts HOST,HOST, or --scheduler none to use this machine alone "
+            "(PBS job 1.s: PBS_NODEFILE=/n cannot be read: No such file or directory)",
         ),
     ],
 )
@@ -734,35 +740,18 @@ def test_no_job_that_can_be_used(env: dict[str, str], files: dict[str, str], mes
         found(env, files)
 
 
-def test_cases_with_stale_variables() -> None:
-    for name, sign in (("slurm-with-pbs-names", "PBS_JOBID"), ("slurm-with-stale-pbs", "PBS_JOBID")):
-        env, read_text = cases.load(name)
-        allocation = detect(env, read_text, hostname="n")
-        assert [host.name for host in allocation.hosts] == V100
-        assert allocation.why == f"{BY_SLURM}; {sign} is set too, and passed over"
-
-
-@pytest.mark.parametrize("module", COMING, ids=lambda module: module.NAME)
+@pytest.mark.parametrize("module", SCHEDULERS, ids=lambda module: module.NAME)
 def test_by_name(module: schedulers.Scheduler) -> None:
-    allocations = {"slurm": SLURM, "lsf": LSF, "flux": FLUX, "sge": SGE_SERIAL}
-    env = {**PBS, **allocations[module.NAME]}
-    allocation = detect(env, reader(FILES), hostname="n", scheduler=module.NAME, run=commands(ANSWERS))
-    assert (allocation.scheduler, allocation.why) == (module.NAME, f"--scheduler {module.NAME} was given")
+    jobs = {"pbs": PBS, "slurm": SLURM, "lsf": LSF, "flux": FLUX, "sge": SGE_SERIAL}
+    job = jobs[module.NAME]
+    others = {name: value for other in jobs.values() if other is not job for name, value in other.items()}
+    allocation = detect(others | job, reader(FILES), hostname="n", scheduler=module.NAME, run=commands(ANSWERS))
+    expected = detect(job, reader(FILES), hostname="n", run=commands(ANSWERS))
+    assert expected.scheduler == module.NAME
+    assert allocation == replace(expected, why=f"--scheduler {module.NAME} was given")
     message = f"--scheduler {module.NAME} was given, but none of its variables is set here: run this in the job script"
     with pytest.raises(BadAllocation, match=f"^{re.escape(message)}$"):
-        detect(PBS, reader(FILES), hostname="n", scheduler=module.NAME)
-
-
-def test_names() -> None:
-    assert schedulers.names() == ("flux", "pbs", "slurm", "lsf", "sge", "oar", "none")
-
-
-def test_until_they_can_be_started_they_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(schedulers, "SCHEDULERS", (pbs,))
-    for name in ("coming/slurm-gres", "coming/lsf-hosts", "coming/flux-batch", "coming/sge-serial"):
-        env, read_text = cases.load(name)
-        with pytest.raises(BadAllocation, match="this version starts on PBS"):
-            detect(env, read_text, hostname="n", run=cases.answers(name))
+        detect(others, reader(FILES), hostname="n", scheduler=module.NAME)
 
 
 # --- small things ---

@@ -123,7 +123,7 @@ class PbsJob:
             user=pwd.getpwuid(os.getuid()).pw_name,
             home=str(home),
             workdir=str(workdir or home / "w"),
-            path=f"{DEFAULT_PATH}:{EXEC}/bin",
+            path=f"{EXEC}/bin:{DEFAULT_PATH}",  # PBS has it last; Grid Engine, if installed, has a qdel too
             pbs_exec=str(EXEC),
             name=job_name,
             queue=queue,

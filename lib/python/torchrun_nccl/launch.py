@@ -158,11 +158,13 @@ class _Launch:
             self._lose(node, f"{node.starter()} {why}{again}")
 
     def _transport_environment(self, node: Node) -> Pairs:
-        passes = TRANSPORTS[node.plan.transport].passes
-        if passes is None:
-            return self._caller_environment
-        chosen = tuple((name, value) for name, value in self._caller_environment if name in passes)
-        return (*chosen, (KEY_VARIABLE, self._secret))
+        transport = TRANSPORTS[node.plan.transport]
+        environment = self._caller_environment
+        if transport.passes is not None:
+            chosen = {name: value for name, value in environment if name in transport.passes}
+            environment = (*({"SLURM_JOB_ID": self._plan.job_id} | chosen).items(),)
+        # Inherited channels need no key, and PBS's task manager hands nothing on: its tasks have the job's cookie.
+        return (*environment, (KEY_VARIABLE, self._secret)) if transport.is_tcp else environment
 
     def _hello_overdue(self) -> None:
         silent = [one for one in self._nodes if one.start and one.facts is None]

@@ -161,7 +161,7 @@ GROUPS: Final[tuple[tuple[str, tuple[Option, ...]], ...]] = (
         _one("--hostfile", "FILE", str, "run on the hosts of FILE: one a line, `slots=N` allowed"),
         _one("--simulate", "NxP", _simulate, "pretend N nodes with P processes each on this machine"),
         _one("--scheduler", "NAME", str, "read this scheduler's job; `none`: this machine alone"),
-        _one("--transport", "NAME", str, "start the nodes by local, pbsdsh, pbs_tmrsh or ssh (default: probed)"),
+        _one("--transport", "NAME", str, "how to start the nodes: srun, pbsdsh, ssh, … (default: probed)"),
         _one("--ssh-options", "WORDS", _words, "more words for ssh; they win over ours"),
     )),
     ("how many", (

@@ -20,7 +20,7 @@ from .transports import Words
 
 #: Seconds between TERM and KILL when the end was asked for. PBS: a queue's kill_delay may be as short as 2 s, and 9 s
 #: were measured between its TERM and its KILL at walltime.
-GRACE = {"pbs": 5.0}
+GRACE = {"pbs": 5.0, "lsf": 5.0}
 DEFAULT_GRACE = 15.0
 #: After a failure no rank can save anything that all agree on, so there is less to wait for.
 FAILURE_GRACE = 5.0

@@ -125,6 +125,8 @@ PREFERRED: dict[str, tuple[str, ...]] = {
     "hosts": ("ssh",),
     "hostfile": ("ssh",),
 }
+#: These take a host's place in their own scheduler's list, so they serve no other list.
+BOUND = {"pbsdsh": "pbs", "srun": "slurm", "flux": "flux"}
 #: Where PBS lives when its bin folder is not on PATH.
 PBS_FOLDERS = ("$PBS_EXEC/bin", "/opt/pbs/bin", "/opt/pbs/default/bin", "/usr/local/bin")
 _FOLDERS_SEARCHED = f", nor in {', '.join(PBS_FOLDERS)}"
@@ -146,6 +148,8 @@ def choose(allocation: Allocation, asked: str | None, needed: bool, find: Callab
         return _asked(allocation, asked, find)
     if not needed:
         return Choice(TRANSPORTS["local"], "", "every node is on this machine")
+    if allocation.scheduler == "slurm" and not allocation.job_id:
+        raise Refused("SLURM_JOB_ID is not set, and srun without it would ask for a new job; run this in the job script")
     missing: list[str] = []
     for name in PREFERRED[allocation.scheduler]:
         program = find(TRANSPORTS[name].program)
@@ -163,8 +167,10 @@ def _asked(allocation: Allocation, name: str, find: Callable[[str], str | None])
     if name not in TRANSPORTS:
         raise UsageError(f'--transport: "{name}" is none of {", ".join(TRANSPORTS)}')
     transport = TRANSPORTS[name]
-    if name == "pbsdsh" and allocation.scheduler != "pbs":
-        raise UsageError(f"--transport pbsdsh counts the lines of a PBS job's host list, but {allocation.why}; take another")
+    if name in BOUND and allocation.scheduler != BOUND[name]:
+        raise UsageError(
+            f"--transport {name} starts the hosts of a job of its own scheduler, but {allocation.why}; take another"
+        )
     program = find(transport.program) if transport.program else ""
     if program is None:
         searched = _FOLDERS_SEARCHED if name.startswith("pbs") else ""
