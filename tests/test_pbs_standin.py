@@ -59,6 +59,9 @@ while True:
     time.sleep(100)
 """
 
+# glibc keeps these for itself and lets no program set them: a task has them as the tests' own caller had.
+OF_GLIBC = {32, 33}
+
 
 def make_job(folder, script, files=(), **options):
     """On three hosts with one line each, if nothing else is said; `files` are in its home directory."""
@@ -274,7 +277,7 @@ def test_task_process(start):
         assert job.wait() == 0
         (found,) = probes(job).values()
         python = {signal.SIGPIPE, signal.SIGXFSZ}  # ignored by Python itself
-        ignored = {number for number in range(1, 65) if found["ignored"] >> (number - 1) & 1} - python
+        ignored = {number for number in range(1, 65) if found["ignored"] >> (number - 1) & 1} - python - OF_GLIBC
         assert ignored == {signal.SIGHUP}
         assert found["blocked"] == 0
         assert found["files"] == {"0": "/dev/null", "1": "socket", "2": "socket"}
@@ -286,7 +289,8 @@ def test_task_signals_are_default(start):
     """Seen by a program that touches none itself."""
     with start("trap '' PIPE USR2; pbsdsh -n 1 -- grep SigIgn /proc/self/status") as job:
         assert job.wait() == 0
-        assert job.stdout().split() == ["SigIgn:", f"{1 << signal.SIGHUP - 1:016x}"]
+        mask = int(job.stdout().split()[1], 16) & ~sum(1 << number - 1 for number in OF_GLIBC)
+        assert mask == 1 << signal.SIGHUP - 1
 
 
 def test_task_streams(start):
