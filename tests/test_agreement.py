@@ -386,7 +386,29 @@ def test_pretended_nodes_share_the_cpus():
     ],
 )
 def test_master_candidates(interfaces, addresses, expected):
-    assert master_candidates(facts(interfaces=interfaces, addresses=addresses)) == expected
+    assert master_candidates(plan(), facts(interfaces=interfaces, addresses=addresses)) == expected
+
+
+def test_a_second_name_decides_the_address():
+    """A58: the fast network's own names; nothing is guessed where they lead nowhere."""
+    made = plan("--master-template %hi", hosts=(Host("me@n1.site.org", 0), Host("n2.site.org", 1)))
+    assert made.master_name == "n1i"
+    both = (LO, eth("10.0.0.1"), eth("10.1.0.1", "ib0"))
+    assert master_candidates(made, facts(interfaces=both, addresses=("10.1.0.1",))) == ("10.1.0.1",)
+    with pytest.raises(Refused) as caught:
+        master_candidates(made, facts(interfaces=both, addresses=("127.0.0.1",)))
+    assert str(caught.value) == (
+        "me@n1.site.org: --master-template %hi: n1i means 127.0.0.1 there, no address of its that others could reach"
+    )
+
+
+def test_two_names_of_one_machine_are_said():
+    """A54: names are compared as they are; what a machine says of itself is only a warning."""
+    hosts = (Host("s1", 0), Host("s2", 1), Host("s1.site.org", 2))
+    made = plan("--transport ssh", hosts=hosts, scheduler="hosts", hostname="login")
+    same = {"boot": "b", "hostname": "s1"}
+    found = agreed(made, facts(0, **same), facts(1, hostname="s2"), facts(2, **same))
+    assert "s1, s1.site.org are one machine, s1: its GPUs would be used by each" in found.warnings
 
 
 MANY = facts(interfaces=(LO, eth("172.17.0.1", "docker0"), eth("10.0.0.1"), eth("2001:db8::1", "ib0")), addresses=())

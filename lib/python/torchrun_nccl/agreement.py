@@ -136,8 +136,11 @@ def needs_reach(plan: Plan) -> bool:
     return any(node.transport != "local" for node in plan.nodes) and len(plan.nodes) > 1
 
 
-def master_candidates(first: NodeFacts) -> tuple[str, ...]:
-    """Addresses of node 0 that others may reach: what its scheduler's name means, then those of its interfaces."""
+def master_candidates(plan: Plan, first: NodeFacts) -> tuple[str, ...]:
+    """Addresses of node 0 that others may reach: what its scheduler's name means, then those of its interfaces.
+
+    With --master-template only what that name means.
+    """
     usable = [
         address
         for interface in first.interfaces
@@ -146,7 +149,15 @@ def master_candidates(first: NodeFacts) -> tuple[str, ...]:
         if not ipaddress.ip_address(address).is_link_local
     ]
     named = [address for address in first.addresses if address in usable]
-    return tuple(dict.fromkeys((*named, *usable)))
+    if not plan.master_name:
+        return tuple(dict.fromkeys((*named, *usable)))
+    if not named:
+        found = ", ".join(first.addresses) or "nothing"
+        raise Refused(
+            f"{plan.nodes[0].host}: --master-template {plan.options.master_template}: {plan.master_name} means {found} "
+            f"there, no address of its that others could reach"
+        )
+    return tuple(named)
 
 
 def agree(
@@ -197,7 +208,7 @@ def _port(plan: Plan, first: NodeFacts, choice: int) -> int:
 def _master_address(plan: Plan, first: NodeFacts, reached: Mapping[int, Mapping[str, str]]) -> str:
     if not needs_reach(plan):
         return "127.0.0.1"
-    candidates = master_candidates(first)
+    candidates = master_candidates(plan, first)
     host, others = plan.nodes[0].host, plan.nodes[1:]
     for address in candidates:
         if all(address in reached.get(node.index, {}) for node in others):
@@ -402,6 +413,13 @@ def _torch_versions(plan: Plan, facts: Sequence[NodeFacts]) -> Iterable[tuple[st
 
 
 def _mismatches(plan: Plan, facts: Sequence[NodeFacts]) -> Iterable[str]:
+    machines: dict[tuple[str, str], list[str]] = {}
+    for node, fact in zip(plan.nodes, facts):
+        if node.transport != "local":
+            machines.setdefault((fact.boot, fact.hostname), []).append(node.host)
+    for (_, name), hosts in machines.items():
+        if len(hosts) > 1:
+            yield f"{', '.join(hosts)} are one machine, {name}: its GPUs would be used by each"
     versions = _by_value(plan, facts, "version")
     if len(versions) > 1:
         yield "Python differs: " + ", ".join(f"{version} on {fold(hosts)}" for version, hosts in versions)

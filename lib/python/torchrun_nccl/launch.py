@@ -201,7 +201,8 @@ class _Launch:
             lambda frame: self._hear(node, frame),
             lambda why: self._lose(node, f"lost: {why}"),
         )
-        node.channel.send({"is": "node", "host": node.host, "log": node.plan.log})
+        name = (self._plan.master_name if node.index == 0 else "") or node.host
+        node.channel.send({"is": "node", "name": name, "log": node.plan.log})
         node.channel.send_encoded(self._job)
         node.channel.feed(rest)
 
@@ -258,15 +259,16 @@ class _Launch:
         facts = self._facts()
         try:
             agreement.check(self._plan, facts)
+            is_alone = not agreement.needs_reach(self._plan)
+            candidates = () if is_alone else agreement.master_candidates(self._plan, facts[0])
         except LaunchError as error:
             self._fail(error)
             return
-        if not agreement.needs_reach(self._plan):
+        if is_alone:
             self._agree()
             return
         self._phase = "reach"
         self._awaited = {node.index for node in self._nodes[1:]}
-        candidates = agreement.master_candidates(facts[0])
         self._send(self._nodes[1:], {"is": "reach", "addresses": candidates, "port": facts[0].ports[0]})
 
     def _take_reached(self, node: Node, frame: Frame) -> None:

@@ -110,6 +110,12 @@ def _static(text: str) -> str:
     return text
 
 
+def _template(text: str) -> str:
+    if "%h" not in text or not re.fullmatch(r"[A-Za-z0-9._%-]+", text) or "%" in text.replace("%h", ""):
+        raise ValueError("a host name with %h for the first node's short name, as in %hi or %h.hsn.site.org")
+    return text
+
+
 def _words(text: str) -> tuple[str, ...]:
     try:
         words = tuple(shlex.split(text))
@@ -178,6 +184,7 @@ GROUPS: Final[tuple[tuple[str, tuple[Option, ...]], ...]] = (
         _one("--wrap", "WORDS", _words, "put WORDS before each worker's command"),
         _one("--role", "NAME", str, "ROLE_NAME of the workers", "same"),
         _one("--rdzv-backend", "static", _static, "only static", "own"),
+        _one("--master-template", "NAME", _template, "the first node's name for the others, as %hi (%h: its short name)"),
         _one("--master-port", "PORT", _number(1, _MAX_PORT), "of the rendezvous (default: a free one)", "same"),
         _one("--monitor-interval", "SECONDS", _some_seconds, "between two looks of torchrun at its workers", "same"),
         _one("--event-log-handler", "NAME", str, "torchrun's event log", "same"),
@@ -249,6 +256,7 @@ class Options:
     wrap: tuple[str, ...] = ()
     role: str | None = None
     rdzv_backend: str = "static"
+    master_template: str | None = None
     master_port: int | None = None
     monitor_interval: float | None = None
     event_log_handler: str | None = None

@@ -93,6 +93,7 @@ class Plan:
     omp: int | None
     user_omp: str | None
     scheduler_omp: str | None
+    master_name: str
     master_port: int | None
     master_port_source: str
     torchrun: Words
@@ -144,6 +145,7 @@ def make_plan(options: Options, allocation: Allocation, context: Context) -> Pla
         omp=options.omp,
         user_omp=user_omp,
         scheduler_omp=scheduler_omp,
+        master_name=_master_name(options, hosts[0].name),
         master_port=port,
         master_port_source=port_source,
         torchrun=_torchrun_extra(options),
@@ -293,6 +295,13 @@ def _argv(options: Options, context: Context) -> Words:
     else:
         program = (context.python, "-u", options.target)  # -u as torchrun does: the last words survive a kill
     return (*options.wrap, *program, *options.arguments)
+
+
+def _master_name(options: Options, host: str) -> str:
+    """The first node's second name, empty where there is none: a site's fast network often has one for each host."""
+    if options.master_template is None:
+        return ""
+    return options.master_template.replace("%h", host.rpartition("@")[2].partition(".")[0])
 
 
 def _master_port(options: Options, env: dict[str, str]) -> tuple[int | None, str]:

@@ -29,8 +29,9 @@ def header(plan: Plan, agreement: Agreement) -> str:
     by = "" if plan.transport == "local" else f" by {plan.transport}"
     notes = dict.fromkeys(node.omp_note for node in agreement.nodes)
     omp = next(iter(notes)) + (f" on {plan.nodes[0].host}" if len(notes) > 1 else "")
+    processes = "process" if agreement.world_size == 1 else "processes"
     return (
-        f"{len(counts)} node{_s(counts)} x {each} = {agreement.world_size} processes "
+        f"{len(counts)} node{_s(counts)} x {each} = {agreement.world_size} {processes} "
         f"({'CPU' if agreement.is_cpu else 'GPU'}), {job}{by}, {omp}, log{_s(counts)} {_logs(plan)}"
     )
 

@@ -244,7 +244,7 @@ def collect(job: Frame, root: str = "/") -> dict[str, Any]:
         "hostname": socket.gethostname(),
         "boot": read(root, "proc/sys/kernel/random/boot_id").strip(),
         "interfaces": interfaces(root),
-        "addresses": _own_addresses(job["host"]),
+        "addresses": _own_addresses(job["name"].rpartition("@")[2]),
         "gpus": count,
         "gpu_kind": kind,
         "devices": [[name, own[name]] for name in DEVICE_NAMES if name in own],
