@@ -12,4 +12,4 @@ _torchrun_nccl_py=$(set -f; set --; IFS=:; found=${TORCHRUN_NCCL_PYTHON:+ TORCHR
     done 2>/dev/null </dev/null
     echo "torchrun_nccl: found${found:- no Python,} but needs 3.9 or newer, on PATH or in TORCHRUN_NCCL_PYTHON" >&2
     exit 120) || exit
-exec "$_torchrun_nccl_py" -I -S -B "$_torchrun_nccl/lib/python/torchrun_nccl/__main__.py" "$@"
+exec "$_torchrun_nccl_py" -I -S -B -X utf8 "$_torchrun_nccl/lib/python/torchrun_nccl/__main__.py" "$@"

@@ -213,9 +213,11 @@ def pipe():
 @pytest.mark.parametrize(
     "said, expected",
     [
-        ([greeting("17-ab", 1)], ("17-ab", 1, b"")),
-        ([greeting("17-ab", 1)[1:]], ("17-ab", 1, b"")),  # the very first bytes of the pipe
-        ([b"motd\n", b"prompt> ", greeting("17-ab", 1) + b"{}"], ("17-ab", 1, b"{}")),
+        ([greeting("17-ab", 1)], b""),
+        ([greeting("17-ab", 1)[1:]], b""),  # the very first bytes of the pipe
+        ([b"motd\n", b"prompt> ", greeting("17-ab", 1) + b"{}"], b"{}"),
+        # Another launch's, another node's, a malformed one: chatter too.
+        ([greeting("18-ab", 1), greeting("17-ab", 2), b"\ntorchrun_nccl-door 17-ab\n", greeting("17-ab", 1)], b""),
         ([b"/bin/sh: no python3\n", None], "ended before the node answered"),
         ([None], "ended before the node answered"),
         ([b"x" * 65536] * 17, "printed 1 MB instead of an answer"),
@@ -224,7 +226,7 @@ def pipe():
 def test_greeting_over_a_pipe(pipe, said, expected):
     running, (reader, writer) = Loop(), pipe
     got: list[object] = []
-    Greeting(running, reader, lambda *found: got.append(found), got.append)
+    Greeting(running, reader, greeting("17-ab", 1), got.append, got.append)
     for data in said:
         if data is None:
             os.close(writer)

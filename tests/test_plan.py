@@ -142,7 +142,7 @@ def test_json_processes(words, nproc):
 
 # --- how a node is started ---
 
-DOOR_WORDS = ("/usr/bin/python3", "-I", "-S", "-B", DOOR)
+DOOR_WORDS = ("/usr/bin/python3", "-I", "-S", "-B", "-X", "utf8", DOOR)
 SSH_WORDS = (
     "-T", "-x", "-a", "-S", "none", "-oBatchMode=yes", "-oControlMaster=no", "-oConnectTimeout=5",
     "-oRemoteCommand=none", "-oClearAllForwardings=yes", "-oPermitLocalCommand=no",
@@ -363,7 +363,7 @@ def test_a_shell_takes_plain_words_only(runner, door):
         assert error("x.py", allocation, runner=runner, door=door) == message
     for allocation in (pbs(host), granted(4), job_of("lsf", host), job_of("flux", host)):
         words = made("x.py", allocation, runner=runner, door=door).nodes[0].words
-        assert words[-8:-3] == (runner, "-I", "-S", "-B", door)
+        assert words[-10:-3] == (runner, "-I", "-S", "-B", "-X", "utf8", door)
 
 
 @pytest.mark.parametrize("allocation", [listed("n1", "n2"), job_of("sge", Host("n1", 0), Host("n2", 1))])

@@ -21,12 +21,18 @@ from .errors import LaunchError, Refused, TargetNotFound, TargetNotRunnable, Usa
 from .node import facts
 from .options import Options
 from .plan import Context, Plan
+from .printer import Writer
 from .schedulers.steps import started_many_times
 from .transports import PBS_FOLDERS, TRANSPORTS
 
 #: Tells the command that a relay started it, whatever its host calls itself.
 RELAYED_VARIABLE = "TORCHRUN_NCCL_RELAYED"
 DOOR = os.path.join(os.path.dirname(os.path.abspath(__file__)), "node", "door.py")
+
+
+#: What is still to be said at the end may take this long.
+TALK_SECONDS = 3.0
+_talk = Writer(sys.stderr.buffer)
 
 
 def main(argv: list[str]) -> NoReturn:
@@ -41,36 +47,33 @@ def main(argv: list[str]) -> NoReturn:
     except BrokenPipeError:  # --help | head
         code = 141
     except Exception:
-        traceback.print_exc()
+        for line in traceback.format_exc().splitlines():
+            say(line)
         say("this is a fault of torchrun_nccl itself; please report the lines above")
         code = 125
-    with contextlib.suppress(OSError):
-        sys.stdout.flush()
+    _talk.finish(TALK_SECONDS)
     os._exit(code)
 
 
 def say(line: str) -> None:
-    """Talk goes to stderr; stdout is for what was asked for."""
-    try:
-        sys.stderr.write(f"torchrun_nccl: {line}\n")
-        sys.stderr.flush()
-    except (OSError, ValueError):
-        pass
+    """Talk goes to stderr; stdout is for what was asked for. A reader that stalls stalls neither of us."""
+    _talk.put(os.fsencode(f"torchrun_nccl: {line}\n"))
 
 
 def _run(argv: list[str]) -> int:
     asked = options.parse(argv)
     if asked.wants_help:
-        sys.stdout.write(options.help_text())
+        _print(options.help_text())
         return 0
     if asked.wants_version:
-        sys.stdout.write(f"torchrun_nccl {__version__}\n")
+        _print(f"torchrun_nccl {__version__}\n")
         return 0
     caller = _initial_environment("self")
     env = dict(caller)
     many = started_many_times(env)
     if many and not (asked.hosts or asked.hostfile or asked.simulate or asked.scheduler):
         raise Refused(many)
+    _directory()
     _check_target(asked, env)
     allocation = _detect(asked, env)
     made = plan.make_plan(asked, allocation, _context(asked, allocation, caller))
@@ -136,15 +139,14 @@ def _detect(asked: Options, env: dict[str, str]) -> Allocation:
 def _context(asked: Options, allocation: Allocation, caller: Pairs) -> Context:
     env = dict(caller)
     path = env.get("PATH", os.defpath)
-    try:
-        directory = os.getcwd()
-    except OSError as error:
-        raise Refused(f"the working directory is gone: {error.strerror}; change to one that exists") from None
+    directory = _directory()
     hostname = socket.gethostname()
     addresses = [address for one in facts.interfaces() for address in one["addresses"]]
     folders = [os.path.expandvars(folder) for folder in PBS_FOLDERS]
     umask = os.umask(0o077)
     os.umask(umask)
+    if umask & 0o700:
+        raise Refused(f"umask {umask:03o} forbids you your own files; set one such as 022 or 077")
     return Context(
         launch_id=_launch_id(allocation),
         environment=caller,
@@ -160,6 +162,13 @@ def _context(asked: Options, allocation: Allocation, caller: Pairs) -> Context:
         terminal=_terminal(),
         find=lambda name: shutil.which(name, path=os.pathsep.join((path, *folders))),
     )
+
+
+def _directory() -> str:
+    try:
+        return os.getcwd()
+    except OSError as error:
+        raise Refused(f"the working directory is gone: {error.strerror}; change to one that exists") from None
 
 
 LIMITS = (
@@ -257,6 +266,8 @@ def _check_target(asked: Options, env: dict[str, str]) -> None:
         raise TargetNotRunnable(f"script {target}: is a directory")
     if not os.access(target, os.R_OK):
         raise TargetNotRunnable(f"script {target}: not readable")
+    if not os.path.isfile(target) and not os.path.isdir(target):
+        raise TargetNotRunnable(f"script {target}: no regular file; each rank must read all of it")
 
 
 def _terminal() -> str:
@@ -279,8 +290,13 @@ def _print_plan(made: Plan, asked: Options) -> int:
 
 def _print(text: str) -> None:
     """A path or an argument may hold bytes that are no text."""
-    sys.stdout.buffer.write(os.fsencode(text))
-    sys.stdout.buffer.flush()
+    try:
+        sys.stdout.buffer.write(os.fsencode(text))
+        sys.stdout.buffer.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise LaunchError(f"cannot write to standard output: {error.strerror}") from None
 
 
 def _write_json(path: str, content: object) -> None:

@@ -105,9 +105,9 @@ class _Launch:
         self._spawn_more()
         self._loop.run()
         end_transports(self._nodes)
-        left_out = self._printer.finish(PRINT_SECONDS)
-        if left_out:
-            self._talk(f"{left_out} lines were not copied here, the reader was too slow; the logs hold them")
+        self._printer.finish(PRINT_SECONDS)
+        if self._printer.dropped:
+            self._talk(f"{self._printer.dropped} lines were not copied here, the reader is gone or slow; the logs hold them")
         return self._outcome()
 
     # --- hello ---
@@ -140,7 +140,8 @@ class _Launch:
             Greeting(
                 self._loop,
                 reader,
-                lambda launch_id, index, rest: self._take_channel(node, reader, writer, rest),
+                channel.greeting(self._plan.launch_id, node.index),
+                lambda rest: self._take_channel(node, reader, writer, rest),
                 lambda why: self._not_greeted(node, reader, writer, why),
             )
 
@@ -322,7 +323,7 @@ class _Launch:
         self._logs[node.index] = frame["path"]
 
     def _take_output(self, node: Node, frame: Frame) -> None:
-        self._printer.put(frame["rank"], frame["text"])
+        self._printer.print(frame["rank"], frame["text"])
 
     def _take_trouble(self, node: Node, frame: Frame) -> None:
         text = f"{node.host}: {frame['text']}"

@@ -17,12 +17,15 @@ from .agreement import NodeFacts
 from .channel import Channel, Heart
 from .environment import Pairs
 from .loop import Loop, Timer
+from .node import processes
 from .plan import NodePlan
 from .transports import LISTENER, TRANSPORTS, Words, basename
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 SAID_BYTES = 2000
 END_SECONDS = 1.0
+#: A door whose agent was killed sweeps its tree for at most this long.
+DOOR_SECONDS = 6.0
 #: Pauses before a transport is tried again.
 RETRY_SECONDS = (0.2, 0.5, 1.0)
 SSH_FAILED = 255
@@ -40,6 +43,7 @@ class Start:
     def __init__(self, words: Words, addresses: str, environment: Pairs, is_step: bool, nodes: Sequence[Node] = ()) -> None:
         """Start it, with its stdin and stdout as pipes where they are the channel. Raises OSError."""
         self.nodes = nodes
+        self._is_door = bool(nodes) and nodes[0].plan.transport == "local"
         is_tcp = LISTENER in words
         # A file, not a pipe: nobody needs to read it while the transport runs.
         self._words = tempfile.TemporaryFile()  # noqa: SIM115 (it lives as long as the process)
@@ -70,8 +74,18 @@ class Start:
         return f": {lines[-1]}" if lines else ""
 
     def kill(self) -> None:
-        """KILL its group, unless nodes that it started are still there: srun would take them with it."""
+        """KILL its group, unless nodes that it started are still there: srun would take them with it.
+
+        A door on this machine is not killed at first: only it can sweep what an agent that is gone has left, so its
+        agent is, should that hang, and the door does the rest.
+        """
         if all(node.is_over for node in self.nodes) and self.process.poll() is None:
+            if self._is_door:
+                self._is_door = False
+                for pid, parent in processes.parents().items():
+                    if parent == self.process.pid:
+                        processes.send_signal(pid, signal.SIGKILL)
+                return
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.process.pid, signal.SIGKILL)
 
@@ -130,12 +144,16 @@ class Node:
 
 
 class Greeting:
-    """Reads a pipe until the door's greeting; drops all that a login shell's start-up files print before it."""
+    """Reads a pipe until a door's greeting; drops all that a login shell's start-up files print before it.
+
+    done: called with the bytes after the greeting of this launch and node; any other greeting is chatter too.
+    """
 
     def __init__(
-        self, loop: Loop, reader: int, done: Callable[[str, int, bytes], None], failed: Callable[[str], None]
+        self, loop: Loop, reader: int, expected: bytes, done: Callable[[bytes], None], failed: Callable[[str], None]
     ) -> None:
-        self._loop, self._reader, self._done, self._failed = loop, reader, done, failed
+        self._loop, self._reader, self._expected = loop, reader, expected
+        self._done, self._failed = done, failed
         self._seen = bytearray(b"\n")
         os.set_blocking(reader, False)
         loop.watch(reader, self._read)
@@ -148,13 +166,10 @@ class Greeting:
         except OSError:
             data = b""
         self._seen += data
-        try:
-            found = channel.split_greeting(bytes(self._seen))
-        except ValueError:
-            found = None
-        if found is not None:
+        start = self._seen.find(self._expected)
+        if start >= 0:
             self._loop.forget(self._reader)
-            self._done(*found)
+            self._done(bytes(self._seen[start + len(self._expected) :]))
         elif not data or len(self._seen) > channel.CHATTER_LIMIT:
             self._loop.forget(self._reader)
             self._failed("ended before the node answered" if not data else "printed 1 MB instead of an answer")
@@ -166,10 +181,10 @@ def end_transports(nodes: Iterable[Node]) -> None:
 
 
 def end_starts(starts: Collection[Start]) -> None:
-    for last in (False, True):
-        deadline = time.monotonic() + END_SECONDS
+    for is_kill, seconds in ((False, END_SECONDS), (True, DOOR_SECONDS), (True, END_SECONDS)):
+        deadline = time.monotonic() + seconds
         for start in starts:
-            if last:
+            if is_kill:
                 start.kill()
         for start in starts:
             with contextlib.suppress(subprocess.TimeoutExpired):

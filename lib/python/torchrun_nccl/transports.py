@@ -184,7 +184,7 @@ def door_words(
     """What runs on the node, whatever started it; the same on all nodes where one process starts them all."""
     where = LISTENER if transport.is_tcp else "stdio"
     place = STEP_PLACE if is_shared else str(index)
-    return (runner, "-I", "-S", "-B", door, f"{launch_id}.{place}", where, f"{connect_timeout:g}")
+    return (runner, "-I", "-S", "-B", "-X", "utf8", door, f"{launch_id}.{place}", where, f"{connect_timeout:g}")
 
 
 SAFE = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_./:=,@%+-")

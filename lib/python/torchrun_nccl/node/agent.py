@@ -6,6 +6,7 @@ It never touches a log file itself: a file system that blocks must cost no heart
 from __future__ import annotations
 
 import contextlib
+import glob
 import hashlib
 import os
 import signal
@@ -25,6 +26,7 @@ STARTER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "starter.py")
 TAIL_BYTES = 65536
 #: After KILL, or after the release of all ranks, the starters get this long to write their last bytes and end.
 LEAVE_SECONDS = 2.5
+DOOR_BEAT_SECONDS = 2.0
 REACH_SECONDS = 5.0
 #: Once one address of node 0 has answered, the others get this long: a slow one is no better.
 REACH_SETTLE = 0.5
@@ -52,6 +54,7 @@ class Agent:
         self._loop.on_signals((signal.SIGTERM, signal.SIGINT, signal.SIGHUP), self._told_to_stop)
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         self._door = door
+        os.set_blocking(door, False)
         self._loop.watch(door, self._door_gone)
         self._channel = Channel(self._loop, reader, writer, self._receive, self._channel_lost)
         self._heart: Heart | None = None
@@ -108,6 +111,16 @@ class Agent:
         self._channel.send({"is": "hello", "facts": found})
         self._heart = Heart(self._loop, self._channel, job["heartbeat"], job["lost_after"], self._launcher_silent)
         self._channel.heard = time.monotonic()
+        self._beat_door()
+
+    def _beat_door(self) -> None:
+        """The door KILLs an agent that hangs: nobody else on this node would."""
+        self._answer_door()
+        self._loop.after(DOOR_BEAT_SECONDS, self._beat_door)
+
+    def _answer_door(self) -> None:
+        with contextlib.suppress(OSError):
+            os.write(self._door, b".")
 
     def _offer_ports(self, found: Frame) -> list[int]:
         """Ports tested here just now; the first is held until the start, which also lets the others try to reach it."""
@@ -184,18 +197,22 @@ class Agent:
         try:
             lock.bind(f"\0torchrun_nccl-log-{os.getuid()}-{name}")
             self._log_lock = lock
-            with contextlib.suppress(OSError):
-                if os.stat(path).st_size:
-                    os.rename(path, _older_name(path))
+            for old in (path, *glob.glob(glob.escape(path.removesuffix(".log")) + ".rank*.log")):
+                with contextlib.suppress(OSError):
+                    if os.stat(old).st_size:
+                        os.rename(old, _older_name(old))
+            own = path
+            # Not to be had by this name, such as another user's: ours gets one of its own.
+            if _why_not_open(path):
+                path = f"{path.removesuffix('.log')}.{self.launch_id}.log"
+                if _why_not_open(path):
+                    path = own
         except OSError:
             lock.close()
             path = f"{path.removesuffix('.log')}.{self.launch_id}.log"
-        try:
-            os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666))
-        except OSError as error:
-            self._channel.send(
-                {"is": "trouble", "text": f"{path}: {error.strerror}; its text is lost, the training goes on"}
-            )
+        reason = _why_not_open(path)
+        if reason:
+            self._channel.send({"is": "trouble", "text": f"{path}: {reason}; its text is lost, the training goes on"})
         self._log = path
         self._channel.send({"is": "log", "path": path})
 
@@ -214,6 +231,7 @@ class Agent:
             with contextlib.suppress(OSError):
                 folder = processes.launch_folder(self.launch_id, self.index)
                 os.mkdir(folder, 0o700)
+                os.chmod(folder, 0o700)  # whatever the user's umask is
                 self._folder = folder
 
     def _spawn_engine(self, words: tuple[str, ...], variables: dict[str, str]) -> None:
@@ -416,6 +434,7 @@ class Agent:
     # --- the ends of others, and ours ---
 
     def _told_to_stop(self, number: int) -> None:
+        self._answer_door()
         self._stop_myself(f"told to stop by {signal.Signals(number).name}")
 
     def _channel_lost(self, why: str) -> None:
@@ -502,6 +521,15 @@ class Reach:
         done, self._done = self._done, None
         if done:
             done(self._found)
+
+
+def _why_not_open(path: str) -> str:
+    """Create a log; why it cannot be, or nothing. Not blocking, for it may be a FIFO that nobody reads."""
+    try:
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK, 0o666))
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
 
 
 def _older_name(path: str) -> str:

@@ -30,6 +30,12 @@ from torchrun_nccl.transports import KEY_VARIABLE, STEP_PLACE
 COOKIE_VARIABLE = "PBS_JOBCOOKIE"
 
 
+#: An agent that lives answers a signal at once, and beats once it has said hello.
+ANSWER_SECONDS = 5.0
+SILENT_SECONDS = 15.0
+LOOK_SECONDS = 1.0
+
+
 def find_key(environment: dict[str, str], launch_id: str) -> bytes:
     secret = environment.get(KEY_VARIABLE) or environment.get(COOKIE_VARIABLE)
     if not secret:
@@ -146,7 +152,9 @@ def _give_back_stdio() -> None:
 def _mind_agent(launch_id: str, index: int, reader: int, writer: int) -> int:
     """Start the agent, pass TERM, INT and HUP on to it as TERM, wait for its end; its exit code."""
     signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD))
-    watched, held = os.pipe()  # we hold one end: its closing tells the agent that we are gone
+    # Our end's closing tells the agent that we are gone; through its own it answers our signals, and beats.
+    pair = socket.socketpair()
+    held, watched = (one.detach() for one in pair)
     agent = os.fork()
     if agent == 0:
         os.close(held)
@@ -162,11 +170,23 @@ def _mind_agent(launch_id: str, index: int, reader: int, writer: int) -> int:
         os.close(writer)
     # A handler must exist, or the default of SIGCHLD would keep sigwait from seeing it.
     signal.signal(signal.SIGCHLD, lambda *_: None)
+    os.set_blocking(held, False)
+    waited = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
     ended = dict(processes.reap())
+    deadline = float("inf")
     while agent not in ended:
-        told = signal.sigwait((signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD))
-        if told != signal.SIGCHLD:
+        before = time.monotonic()
+        told = signal.sigtimedwait(waited, LOOK_SECONDS)
+        now = time.monotonic()
+        if now - before > 2 * LOOK_SECONDS:  # we were suspended ourselves
+            deadline += now - before
+        if told is not None and told.si_signo != signal.SIGCHLD:
             processes.send_signal(agent, signal.SIGTERM)
+            deadline = min(deadline, now + ANSWER_SECONDS)
+        if _has_beaten(held):
+            deadline = now + SILENT_SECONDS
+        elif now > deadline:  # it hangs, on a file system perhaps, or is stopped
+            processes.send_signal(agent, signal.SIGKILL)
         ended = dict(processes.reap())
     code = ended[agent]
     if code < 0:
@@ -174,6 +194,12 @@ def _mind_agent(launch_id: str, index: int, reader: int, writer: int) -> int:
         processes.kill_tree(os.getpid())
         processes.kill_marked(processes.launch_mark(launch_id, index))
     return code if code >= 0 else 128 - code
+
+
+def _has_beaten(held: int) -> bool:
+    with contextlib.suppress(BlockingIOError):
+        return bool(os.read(held, 64))
+    return False
 
 
 if __name__ == "__main__":

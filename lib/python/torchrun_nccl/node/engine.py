@@ -35,4 +35,4 @@ def torchrun_words(
 
 def starter_words(python: str, starter: str) -> tuple[str, ...]:
     """The rank starter as torchrun's program. torchrun substitutes ``$$`` and ``${local_rank}`` in arguments."""
-    return ("--no-python", python, "-I", "-S", "-B", starter.replace("$", "$$"))
+    return ("--no-python", python, "-I", "-S", "-B", "-X", "utf8", starter.replace("$", "$$"))

@@ -5,11 +5,13 @@ Everything is read from files and system calls below a `root` that tests replace
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
 import re
 import select
+import signal
 import socket
 import struct
 import time
@@ -29,7 +31,7 @@ PORT_CHOICES = 4
 #: Run by the user's Python: where is torch, without importing it. `torch/version.py` has lines such as
 #: ``__version__ = '2.13.0+cpu'`` and ``cuda: Optional[str] = None``.
 _ASK_PYTHON = r"""
-import importlib.util, json, re, sys
+import importlib.util, json, os, re, sys
 sys.path[:] = [p for p in sys.path if p]
 spec = importlib.util.find_spec("torch")
 text = ""
@@ -43,7 +45,8 @@ def value(name):
     found = re.search(r"^%s\b[^=\n]*=\s*['\"]([^'\"]*)" % name, text, re.M)
     return found and found.group(1)
 torch = value("__version__") or (spec and "unknown") or None
-print(json.dumps({"version": "%d.%d.%d" % sys.version_info[:3], "torch": torch, "cuda": value("cuda"), "hip": value("hip")}))
+answer = {"version": "%d.%d.%d" % sys.version_info[:3], "torch": torch, "cuda": value("cuda"), "hip": value("hip")}
+os.write(int(sys.argv[1]), json.dumps(answer).encode() + b"\n")
 """
 
 
@@ -161,7 +164,10 @@ def usable_cpus(root: str = "/") -> tuple[int, int]:
 
 def ask_python(python: str, environment: dict[str, str]) -> dict[str, Any]:
     """Version of the user's Python and of its torch (null where it has none); {"error": words} where it does not run."""
+    # A pipe of its own: what a sitecustomize, PYTHONVERBOSE and the like print is for the message only.
     reader, writer = os.pipe()
+    answer_reader, answer_writer = os.pipe()
+    os.set_inheritable(answer_writer, True)
 
     def prepare() -> None:
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -170,30 +176,36 @@ def ask_python(python: str, environment: dict[str, str]) -> dict[str, Any]:
         # The user's folder may hold a dis.py or a torch/; neither is what torchrun will import.
         os.chdir("/")
 
-    pid = processes.spawn((python, "-c", _ASK_PYTHON), environment, prepare)
+    pid = processes.spawn((python, "-c", _ASK_PYTHON, str(answer_writer)), environment, prepare)
     os.close(writer)
-    said = b""
+    os.close(answer_writer)
+    said = {reader: b"", answer_reader: b""}
+    open_ends = [reader, answer_reader]
     deadline = time.monotonic() + PYTHON_SECONDS
-    while True:
-        ready, _, _ = select.select([reader], [], [], max(0.0, deadline - time.monotonic()))
-        data = os.read(reader, 65536) if ready else b""
-        if not data:
+    # Children of a sitecustomize may hold the pipes: a whole answer is enough.
+    while open_ends and b"\n" not in said[answer_reader]:
+        ready, _, _ = select.select(open_ends, [], [], max(0.0, deadline - time.monotonic()))
+        for end in ready:
+            data = os.read(end, 65536)
+            said[end] = (said[end] + data)[-65536:]
+            if not data:
+                open_ends.remove(end)
+        if not ready:
             break
-        said += data
+    is_late = bool(open_ends) and b"\n" not in said[answer_reader]
     os.close(reader)
-    if not ready:
-        processes.send_signal(pid, 9)
+    os.close(answer_reader)
+    with contextlib.suppress(ValueError):
+        answer = json.loads(said[answer_reader])
+        if isinstance(answer, dict):
+            return answer  # what it still does at its end is not waited for; the agent reaps it
+    if is_late:
+        processes.send_signal(pid, signal.SIGKILL)
     status = os.waitpid(pid, 0)[1]
-    text = said.decode(errors="replace").strip()
-    try:
-        answer = json.loads(text.splitlines()[-1])
-        if isinstance(answer, dict) and status == 0:
-            return answer
-    except (ValueError, IndexError):
-        pass
+    text = said[reader].decode(errors="replace").strip()
     return {
         "error": f"no answer in {PYTHON_SECONDS:.0f} s"
-        if not ready
+        if is_late
         else text[-400:] or f"it ended with {os.waitstatus_to_exitcode(status)}"
     }
 
@@ -285,7 +297,9 @@ def _errors(job: Frame, python: dict[str, Any]) -> list[str]:
         found.append(f"log directory {log_directory}: not writable; give a writable one with --log-dir")
     if script:
         try:
-            os.close(os.open(script, os.O_RDONLY))
+            os.close(os.open(script, os.O_RDONLY | os.O_NONBLOCK))
+            if not os.path.isfile(script) and not os.path.isdir(script):
+                found.append(f"script {script}: no regular file; each rank must read all of it")
         except OSError as error:
             found.append(f"script {script}: {error.strerror}")
     return found

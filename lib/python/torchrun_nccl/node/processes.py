@@ -48,18 +48,24 @@ def spawn(
 
     A child that cannot run the words says so on its stderr and ends with 127 (not found) or 126, as shells do.
     """
-    argv = list(words)
-    pid = os.fork()
+    argv, parent = list(words), os.getpid()
+    # A signal for the child that comes before its handlers are reset must not be lost in ours.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, RESTORED)
+    try:
+        pid = os.fork()
+    finally:
+        if os.getpid() == parent:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     if pid:
         return pid
     try:
         prepare()
         signal.set_wakeup_fd(-1)
-        signal.pthread_sigmask(signal.SIG_SETMASK, ())
         for number in RESTORED:
             signal.signal(number, signal.SIG_DFL)
         for number in ignored:
             signal.signal(number, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
         os.execvpe(argv[0], argv, environment)
     except BaseException as error:
         _fail_exec(argv[0], error)
@@ -67,7 +73,8 @@ def spawn(
 
 def _fail_exec(program: str, error: BaseException) -> NoReturn:
     reason = error.strerror if isinstance(error, OSError) else repr(error)
-    path = getattr(error, "filename", None) or program
+    # Of a program looked for on PATH, the last folder tried says nothing.
+    path = os.fsdecode(getattr(error, "filename", None) or program) if "/" in program else program
     os.write(2, os.fsencode(f"torchrun_nccl: cannot run {path}: {reason}\n"))
     os._exit(127 if isinstance(error, FileNotFoundError) else 126)
 
@@ -82,6 +89,8 @@ def reap() -> list[tuple[int, int]]:
             break
         if pid == 0:
             break
+        if os.WIFSTOPPED(status) or os.WIFCONTINUED(status):
+            continue  # a child that asked to be traced has stopped, not ended
         ended.append((pid, -os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)))
     return ended
 
@@ -143,7 +152,8 @@ def kill_tree(root: int, seconds: float = 5.0, note: Callable[[int, int], None] 
     deadline = time.monotonic() + seconds
     while True:
         left = descendants(root)
-        for pid in left:
+        # The farthest first: should we be killed meanwhile, every starter that is left still sweeps its own part.
+        for pid in reversed(left):
             send_signal(pid, signal.SIGKILL)
         for pid, code in reap():
             if note:

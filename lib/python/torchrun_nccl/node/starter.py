@@ -14,6 +14,7 @@ import resource
 import signal
 import socket
 import sys
+import termios
 import threading
 import time
 from collections import deque
@@ -38,6 +39,7 @@ TORCHRUN_NAMES = (
     "TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING",
 )  # fmt: skip
 
+CANNOT_RUN = 126  # as shells have it
 TAIL_BYTES = 65536
 PIECE_BYTES = 65536
 PIECE_SECONDS = 1.0
@@ -124,9 +126,17 @@ class Stream:
         self._piece = bytearray()
         self._born = 0.0
         self._is_timed = False
+        self.taken = 0
         os.set_blocking(fd, False)
         with contextlib.suppress(OSError):
             fcntl.fcntl(fd, F_SETPIPE_SZ, 262144)
+
+    @property
+    def waiting(self) -> int:
+        """Bytes in the pipe now."""
+        if self.fd < 0:
+            return 0
+        return int.from_bytes(fcntl.ioctl(self.fd, termios.FIONREAD, bytes(4)), sys.byteorder)
 
     def read(self) -> bool:
         """Take one portion; False when there is nothing more now."""
@@ -137,6 +147,7 @@ class Stream:
         if not data:
             self.close()
             return False
+        self.taken += len(data)
         self._piece += data
         end = max(self._piece.rfind(b"\n"), self._piece.rfind(b"\r")) + 1
         if len(self._piece) - end > PIECE_BYTES:
@@ -226,7 +237,14 @@ class Starter:
                 self._terminal = os.open(job["terminal"], os.O_WRONLY | os.O_NOCTTY | os.O_CLOEXEC)
         me = os.getpid()
         self._began = time.monotonic()
-        self._worker = processes.spawn(job["argv"], environment, lambda: _prepare(job, pipes, me))
+        try:
+            self._worker = processes.spawn(job["argv"], environment, lambda: _prepare(job, pipes, me))
+        except OSError as error:  # no more processes allowed
+            self._code = CANNOT_RUN
+            text = f"torchrun_nccl: cannot start {job['argv'][0]}: {error.strerror}\n"
+            self._channel.send({"is": "started", "pid": 0})
+            self._channel.send({"is": "exit", "code": CANNOT_RUN, "at": time.monotonic(), "asked": 0, "tail": text})
+            return
         for number, (reader, writer) in pipes.items():
             os.close(writer)
             self._streams[number] = Stream(self._loop, reader, self._emitter(number))
@@ -250,12 +268,15 @@ class Starter:
                 os.write(self._terminal, block)
         if self._job["tee"] & number and self._channel.waiting < OUTPUT_LIMIT:
             self._channel.send({"is": "output", "stream": number, "text": os.fsdecode(block)})
-        while self._troubles:
-            self._channel.send({"is": "trouble", "text": self._troubles.popleft()})
+        self._tell_troubles()
         if any(log.is_full for _, log in self._logs) and not self._is_paused:
             self._is_paused = True
             self._watch()
             self._loop.after(0.02, self._resume)
+
+    def _tell_troubles(self) -> None:
+        while self._troubles:
+            self._channel.send({"is": "trouble", "text": self._troubles.popleft()})
 
     def _resume(self) -> None:
         self._is_paused = any(log.is_full for _, log in self._logs)
@@ -308,8 +329,13 @@ class Starter:
         self._code = code
         # Grandchildren may hold the pipes open, so what is there now is read, not to their end.
         for stream in self._streams.values():
-            while stream.fd >= 0 and stream.read():
-                pass
+            # Not to the pipe's end, nor until it is empty: grandchildren may write faster than we read.
+            left = stream.waiting
+            while left > 0 and stream.fd >= 0:
+                before = stream.taken
+                if not stream.read():
+                    break
+                left -= stream.taken - before
             stream.flush()
         self._channel.send(
             {
@@ -330,6 +356,7 @@ class Starter:
         self._kill_below()
         for _, log in self._logs:
             log.flush(FLUSH_SECONDS)
+        self._tell_troubles()
         self._channel.finish(0.5)
         code = self._code or 0
         os._exit(code if code >= 0 else 128 - code)
