@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import socket
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -83,7 +85,7 @@ def session(system, tmp_path):
         (tmp_path / "home").mkdir(exist_ok=True)
         env = {"HOME": str(tmp_path / "home"), "PATH": "/mine:/usr/bin:/bin", "USER": "me", **USERS}
         done = subprocess.run(
-            [program, tmp_path / "script"], cwd=tmp_path / "home", env=env, text=True, timeout=60, check=False,
+            [program, tmp_path / "script"], cwd=tmp_path / "home", env=env, text=True, timeout=120, check=False,
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip
         said = re.sub(r".*: local: not found\n", "", done.stdout)  # Lmod's own code under ksh93
@@ -250,3 +252,27 @@ def test_spider(session, tree):
 def test_help_begins_as_the_readme_does():
     _, first, *_ = (HERE / "README.md").read_text().replace("`", "").split("\n\n")
     assert HELP.partition(":\n")[0] in " ".join(first.split())
+
+
+def test_the_readmes_lines_train_from_an_empty_directory(session, tmp_path):
+    """The real tree; a pretended second node and CPUs, for want of a cluster. The user's environment has torch."""
+    block = (HERE / "README.md").read_text().split("module use /apps/NCI-ai-ml/modulefiles")[1].partition("```")[0]
+    lines = [line for line in block.splitlines() if line.strip()]
+    assert lines[0] == "module load NCI-ai-ml"
+    command = lines[1].replace("torchrun_nccl.sh", "torchrun_nccl.sh --simulate 2x1 --device cpu").replace("50 10", "2 1")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    (said,) = session(
+        f"cd '{empty}'",
+        f"export PATH='{Path(sys.executable).parent}':\"$PATH\"",
+        f"module use '{HERE / 'modulefiles'}'",
+        lines[0],
+        command,
+        "echo code $?",
+    )
+    assert "code 0" in said, said
+    host = socket.gethostname().partition(".")[0]
+    for node in (0, 1):
+        text = (empty / f"output.torchrun_example.py.{host}-sim{node}.log").read_text()
+        assert f"[GPU{node}] Epoch 1 | Batchsize: 32 | Steps: 32" in text
+    assert (empty / "snapshot.pt").exists()
