@@ -45,7 +45,7 @@ class Call:
 def relay_words(program: str, host: str, runner: str, inner: str, launch_id: str, seconds: float) -> Words:
     return (
         program, "-N1", "-n1", f"--nodelist={host}", "--overlap", "--cpu-bind=none", "--input=none", "--mpi=none",
-        runner, "-I", "-S", "-B", inner, f"{launch_id}.0", LISTENER, f"{seconds:g}",
+        runner, "-I", "-S", "-B", "-X", "utf8", inner, f"{launch_id}.0", LISTENER, f"{seconds:g}",
     )  # fmt: skip
 
 

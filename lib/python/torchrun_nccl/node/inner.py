@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import resource
 import signal
+import socket
 import sys
 from collections.abc import Callable
 from typing import NoReturn
@@ -19,6 +20,7 @@ if __name__ == "__main__":
     sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
 from torchrun_nccl.channel import Channel, Frame, Heart
+from torchrun_nccl.errors import Refused
 from torchrun_nccl.loop import Loop
 from torchrun_nccl.node import door, processes
 
@@ -62,9 +64,14 @@ class Inner:
                 if hard == resource.RLIM_INFINITY or 0 <= soft <= hard:
                     resource.setrlimit(kind, (soft, hard))
             os.umask(call["umask"])
-            os.chdir(call["directory"])
 
-        words = (sys.executable, "-I", "-S", "-B", MAIN, *call["argv"])
+        try:
+            os.chdir(call["directory"])
+        except OSError as error:
+            text = f"torchrun_nccl: {socket.gethostname()}: directory {call['directory']}: {error.strerror}\n"
+            self._channel.send({"is": "text", "stream": 2, "text": text})
+            self._end(Refused.exit_code)
+        words = (sys.executable, "-I", "-S", "-B", "-X", "utf8", MAIN, *call["argv"])
         self._child = processes.spawn(words, dict(call["environment"]), prepare)
         for number, (reader, writer) in pipes.items():
             os.close(writer)
@@ -97,9 +104,12 @@ class Inner:
                 for number in self._streams:
                     while self._read(number):
                         pass
-                self._channel.send({"is": "exit", "code": code if code >= 0 else 128 - code})
-                self._channel.finish()
-                os._exit(0)
+                self._end(code if code >= 0 else 128 - code)
+
+    def _end(self, code: int) -> NoReturn:
+        self._channel.send({"is": "exit", "code": code})
+        self._channel.finish()
+        os._exit(0)
 
     def _lost(self) -> None:
         """The relay is gone: the command ends as if its terminal had."""
