@@ -248,7 +248,7 @@ def _word(draw: st.DrawFn) -> tuple[str, list[str]]:
 _LISTS = st.lists(_word(), min_size=1, max_size=3)
 
 
-@settings(max_examples=1000, derandomize=True, database=None, deadline=None)
+@settings(max_examples=10000, derandomize=True, database=None, deadline=None)
 @given(_LISTS)
 def test_expand_is_clustershells_set_in_the_written_order(words: list[tuple[str, list[str]]]) -> None:
     text = ",".join(word for word, _ in words)
@@ -261,7 +261,7 @@ _NAME = st.tuples(st.sampled_from(("a", "n", "me@n")), st.sampled_from(("", "0",
 _NAMES = st.lists(_NAME.map("".join), max_size=12)
 
 
-@settings(max_examples=1000, derandomize=True, database=None, deadline=None)
+@settings(max_examples=500, derandomize=True, database=None, deadline=None)
 @given(_NAMES)
 def test_fold_stands_for_the_same_set(hosts: list[str]) -> None:
     folded = fold(hosts)
@@ -269,7 +269,7 @@ def test_fold_stands_for_the_same_set(hosts: list[str]) -> None:
     assert len(folded) <= len(",".join(hosts)) + 2 * len(hosts)
 
 
-@settings(max_examples=1000, derandomize=True, database=None, deadline=None)
+@settings(max_examples=500, derandomize=True, database=None, deadline=None)
 @given(st.text(st.sampled_from("ab1290[]-,:. @%\n\t#=;é\x00"), max_size=24))
 def test_any_text_is_a_list_or_a_bad_one(text: str) -> None:
     for parse in (expand, parse_hosts, parse_hostfile):

@@ -424,7 +424,7 @@ SEARCHED = ", nor in $PBS_EXEC/bin, /opt/pbs/bin, /opt/pbs/default/bin, /usr/loc
             "--transport rsh",
             pbs(),
             "",
-            '2 --transport: "rsh" is none of local, pbsdsh, pbs_tmrsh, srun, qrsh, blaunch, flux, ssh',
+            '2 --transport: "rsh" is none of local, pbsdsh, pbs_tmrsh, srun, qrsh, blaunch, flux, ssh, openmpi, mpich',
         ),
         (
             "--transport pbsdsh",
@@ -448,7 +448,8 @@ def test_every_transport_has_its_name():
 
 
 def test_what_a_transport_is():
-    assert {one.name for one in TRANSPORTS.values() if one.is_tcp} == {"pbsdsh", "pbs_tmrsh", "srun", "blaunch", "flux"}
+    back = {"pbsdsh", "pbs_tmrsh", "srun", "blaunch", "flux", "openmpi", "mpich"}
+    assert {one.name for one in TRANSPORTS.values() if one.is_tcp} == back
     assert {one.name for one in TRANSPORTS.values() if one.is_step} == {"srun"}
     assert {one.name for one in TRANSPORTS.values() if one.is_shell} == {"qrsh", "ssh"}
     bare = {"srun": ("PATH", "HOME", "SLURM_JOB_ID", "SLURM_CONF")}
@@ -705,3 +706,13 @@ def test_doctests(module):
 def test_plan_is_data():
     """Frozen, and tuples all the way down: what was printed is what is launched."""
     assert hash(plan_of("gadi-gpuvolta-2x4"))
+
+
+@pytest.mark.parametrize("name, words", [
+    ("openmpi", "-n 1 --host n7:1 --mca orte_keep_fqdn_hostnames 1 --bind-to none -x TORCHRUN_NCCL_KEY"),
+    ("mpich", "-n 1 -hosts n7"),
+])  # fmt: skip
+def test_words_of_mpi(name, words):
+    """A start for each host: over several, Open MPI begins with its own host whatever the order given."""
+    transport = TRANSPORTS[name]
+    assert transport.start("/bin/m", Host("n7", 0), (Host("n7", 0), Host("n2", 1)), ()) == ("/bin/m", *words.split())

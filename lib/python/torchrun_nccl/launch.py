@@ -27,6 +27,7 @@ from .errors import DeadlinePassed, LaunchError, NodeLost, Refused
 from .hostlist import fold
 from .listener import Listener
 from .loop import Loop, Timer
+from .node.engine import bracketed
 from .nodes import RETRY_SECONDS, Greeting, Node, Start, end_transports
 from .options import signal_name
 from .outcome import Attempt, Cause, NodeEnd, Outcome, RankEnd
@@ -170,7 +171,9 @@ class _Launch:
     def _hello_overdue(self) -> None:
         silent = [one for one in self._nodes if one.start and one.facts is None]
         hosts = fold([one.host for one in silent])
-        self._fail(DeadlinePassed(f"{hosts}: no report within {self._plan.options.hello_timeout:g} s{silent[0].said()}"))
+        starters = ", ".join(dict.fromkeys(one.starter() for one in silent))
+        seconds = self._plan.options.hello_timeout
+        self._fail(DeadlinePassed(f"{hosts}: no report within {seconds:g} s of the start by {starters}{silent[0].said()}"))
 
     def _look_at_transports(self) -> None:
         """A transport that ends before its node has spoken is that node's failure; later it means nothing by itself."""
@@ -289,6 +292,8 @@ class _Launch:
             for warning in (*self._plan.warnings, *agreed.warnings):
                 self._talk(f"warning: {warning}")
             self._talk(report.header(self._plan, agreed))
+        if self._plan.options.verbose:
+            self._talk(f"the nodes meet at {bracketed(agreed.address)}:{agreed.port}")
         self._agreement = agreed
         self._phase = "running"
         self._starting = {node.index for node in self._nodes}

@@ -11,8 +11,6 @@ from .errors import Refused, UsageError
 Words = tuple[str, ...]
 #: Stands in a plan for what only the running launcher knows: ADDRESS:PORT,… of its listener.
 LISTENER = "@LISTENER@"
-#: Stands for the node's index in a door's words that are the same for all nodes: srun tells each its own.
-STEP_PLACE = "SLURM_PROCID"
 #: Carries the key to a door where the transport hands its environment on.
 KEY_VARIABLE = "TORCHRUN_NCCL_KEY"
 
@@ -26,8 +24,8 @@ class Transport:
     """How a door is started on another node.
 
     program: what must be on the node that launches. is_tcp: the door connects back; else its stdin and stdout are the
-    channel. is_step: one process starts all nodes that have the same words, and each door learns its place there.
-    is_shell: the words pass through a login shell. passes: the variables the program gets, None for all of the
+    channel. place: of a program that starts all nodes with the same words, the variable by which it tells each door its
+    index. is_shell: the words pass through a login shell. passes: the variables the program gets, None for all of the
     caller's; a program that hands its environment on is also given the key.
     """
 
@@ -35,9 +33,13 @@ class Transport:
     program: str
     is_tcp: bool
     start: Start
-    is_step: bool = False
+    place: str = ""
     is_shell: bool = False
     passes: tuple[str, ...] | None = None
+
+    @property
+    def is_step(self) -> bool:
+        return bool(self.place)
 
 
 def _local(program: str, host: Host, hosts: tuple[Host, ...], options: Words) -> Words:
@@ -89,6 +91,20 @@ def _flux(program: str, host: Host, hosts: tuple[Host, ...], options: Words) -> 
     return (program, "exec", "-r", str(host.line))
 
 
+def _openmpi(program: str, host: Host, hosts: tuple[Host, ...], options: Words) -> Words:
+    """Open MPI 4.1, one start a host: over several hosts its ranks begin with the own host, whatever the order given.
+
+    Its remote start strips domains unless told to keep them.
+    """
+    keep = ("--mca", "orte_keep_fqdn_hostnames", "1")
+    return (program, "-n", "1", "--host", f"{host.name}:1", *keep, "--bind-to", "none", "-x", KEY_VARIABLE)
+
+
+def _mpich(program: str, host: Host, hosts: tuple[Host, ...], options: Words) -> Words:
+    # MPICH 4 and 5, hydra: hands the whole environment on.
+    return (program, "-n", "1", "-hosts", host.name)
+
+
 def _ssh(program: str, host: Host, hosts: tuple[Host, ...], options: Words) -> Words:
     # Whatever the user's ssh_config says, this must be one quiet command whose stdin and stdout are the channel.
     return (
@@ -107,11 +123,14 @@ TRANSPORTS: dict[str, Transport] = {
         Transport("pbsdsh", "pbsdsh", True, _pbsdsh),
         Transport("pbs_tmrsh", "pbs_tmrsh", True, _pbs_tmrsh),
         # srun with the caller's environment lets SLURM_EXACT, SLURM_HOSTFILE, SLURM_NTASKS_PER_GPU, … change the step.
-        Transport("srun", "srun", True, _srun, is_step=True, passes=("PATH", "HOME", "SLURM_JOB_ID", "SLURM_CONF")),
+        Transport("srun", "srun", True, _srun, place="SLURM_PROCID", passes=("PATH", "HOME", "SLURM_JOB_ID", "SLURM_CONF")),
         Transport("qrsh", "qrsh", False, _qrsh, is_shell=True),
         Transport("blaunch", "blaunch", True, _blaunch),
         Transport("flux", "flux", True, _flux),
         Transport("ssh", "ssh", False, _ssh, is_shell=True),
+        # The last resort, by --transport alone. As root Open MPI wants a variable more, which is the user's to set.
+        Transport("openmpi", "mpirun", True, _openmpi),
+        Transport("mpich", "mpiexec.hydra", True, _mpich),
     )
 }
 
@@ -183,7 +202,7 @@ def door_words(
 ) -> Words:
     """What runs on the node, whatever started it; the same on all nodes where one process starts them all."""
     where = LISTENER if transport.is_tcp else "stdio"
-    place = STEP_PLACE if is_shared else str(index)
+    place = transport.place if is_shared else str(index)
     return (runner, "-I", "-S", "-B", "-X", "utf8", door, f"{launch_id}.{place}", where, f"{connect_timeout:g}")
 
 

@@ -24,7 +24,7 @@ if __name__ == "__main__":
 
 from torchrun_nccl import authentication, channel
 from torchrun_nccl.node import processes
-from torchrun_nccl.transports import KEY_VARIABLE, STEP_PLACE
+from torchrun_nccl.transports import KEY_VARIABLE
 
 #: Where the key is, unless the transport handed it on: the PBS job's cookie, in every task's environment.
 COOKIE_VARIABLE = "PBS_JOBCOOKIE"
@@ -125,7 +125,7 @@ def main(arguments: list[str]) -> NoReturn:
         sys.exit("torchrun_nccl: the door is started by the launcher, not by hand")
     launch_id, _, place = arguments[0].rpartition(".")
     # srun starts the same words on all nodes and tells each task its number.
-    index = int(os.environ.get(place, "-1") if place == STEP_PLACE else place)
+    index = int(place if place.isdigit() else os.environ.get(place, "-1"))
     for ignored in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGPIPE):
         signal.signal(ignored, signal.SIG_IGN)
     if arguments[1] == "stdio":
