@@ -7,6 +7,7 @@ import json
 import os
 import shlex
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -110,7 +111,8 @@ def test_one_door_per_host_and_ranks_in_the_order_of_the_nodefile(
     job = begin(f"--device cpu {words} train.py", LINE, **options)
     assert finish(job) == 0, told(job)
     assert {name: sorted(lines) for name, lines in logs(job).items()} == EIGHT
-    assert sorted(doors(job)) == spawned
+    # As an ordinary user no host has its own name, so that none is known as this one.
+    assert sorted(doors(job)) == (spawned if job.uts or len(spawned) > 1 else [(ONE, 0), *spawned])
     assert f"by {'pbs_tmrsh' if 'tmrsh' in words else 'pbsdsh'}" in told(job)
 
 
@@ -164,7 +166,7 @@ umask 027; ulimit -S -n 555
             assert env["CUDA_VISIBLE_DEVICES"] == hosts[host]["CUDA_VISIBLE_DEVICES"]
             assert env["TMPDIR"] == str(job.tmpdir(host))
             assert env["PBS_NODENUM"] == str(index)
-            assert env.get("HOSTNAME") == host
+            assert env.get("HOSTNAME") == (host if job.uts else socket.gethostname())
             for name in (
                 "MY_FLAG",
                 "EMPTY",
@@ -184,7 +186,7 @@ umask 027; ulimit -S -n 555
 
 
 def test_the_trainer_on_two_hosts(begin: Begin) -> None:
-    job = begin(f"--device cpu {TRAINER} 1 1")
+    job = begin(f"--device cpu {shlex.quote(str(TRAINER))} 1 1")
     assert finish(job, 120) == 0, told(job)
     for first, lines in zip((0, 4), logs(job).values()):
         steps = sorted(line for line in lines if line.startswith("[GPU") and "Steps" in line)
