@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -475,3 +476,17 @@ def test_one_process_on_a_terminal_keeps_it(script: Script, work: Path) -> None:
     os.close(master)
     assert b"tty True" in seen
     assert (work / f"output.t.py.{HOST}.log").read_text() == "tty True\nname? hello Ada\n"
+
+
+def test_a_container_that_empties_the_environment(start: Start, script: Script, work: Path) -> None:
+    """The words before the worker's command run on the node, after its devices are known; the scheduler is not inside."""
+    box = '#!/bin/sh\necho "outside $CUDA_VISIBLE_DEVICES"\nexec env -i RANK="$RANK" PATH=/nowhere "$@"\n'
+    (work / "box.sh").write_text(box)
+    (work / "box.sh").chmod(0o755)
+    name = script("import os; print('inside', sorted(os.environ))", "t.py")
+    env = {"CUDA_VISIBLE_DEVICES": "4,6"}
+    run = start("--scheduler", "none", "--wrap", shlex.quote(f"{work}/box.sh"), name, env=env)
+    assert run.wait() == 0, run.stderr
+    (text,) = run.logs().values()
+    assert text.count("outside 4,6\n") == 2
+    assert text.count("inside ['LC_CTYPE', 'PATH', 'RANK']") + text.count("inside ['PATH', 'RANK']") == 2
