@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -203,3 +204,10 @@ def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
         assert text == path.read_text(), f"differs from {path}: accept with `make golden`"
 
     return compare
+
+
+#: ssh's words pass through a login shell, which takes plain characters only: so must the tree's path be for its tests.
+for_plain_paths = pytest.mark.skipif(
+    not re.fullmatch(r"[A-Za-z0-9_./:=,@%+-]+", f"{ROOT}{sys.executable}"),
+    reason="ssh cannot start a tree whose path has other characters than plain ones",
+)

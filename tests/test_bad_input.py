@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import COMMAND, job_environment
+from conftest import COMMAND, for_plain_paths, job_environment
 
 HOST = socket.gethostname()
 PBS = {"PBS_JOBID": "17.pbs0", "PBS_ENVIRONMENT": "PBS_BATCH"}
@@ -82,7 +82,9 @@ def place(work: Path) -> Path:
     return work
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=for_plain_paths) if "--hosts" in CASES[name][0] else name for name in CASES]
+)
 def test_the_message_says_what_where_and_what_to_do(place: Path, tmp_path: Path, name: str) -> None:
     words, env, code, parts = CASES[name]
     bare = tmp_path / "bare"

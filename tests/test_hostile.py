@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import COMMAND, Running, job_environment
+from conftest import COMMAND, Running, for_plain_paths, job_environment
 from test_launch import HOST, STUBBORN, TWO_BY_TWO
 
 Start = Callable[..., Running]
@@ -132,6 +132,7 @@ def test_places_that_cannot_be_are_said_at_once(work: Path, prepare: str, code: 
     assert "Traceback" not in run.stderr
 
 
+@for_plain_paths
 def test_what_a_login_shell_prints_is_no_greeting(start: Start, script: Script, tmp_path: Path) -> None:
     """A stand-in for ssh whose start-up files print another launch's greeting, then text without a newline."""
     fake = tmp_path / "bin"

@@ -61,6 +61,8 @@ while True:
 
 # glibc keeps these for itself and lets no program set them: a task has them as the tests' own caller had.
 OF_GLIBC = {32, 33}
+#: For a shell: the tree may stand in a folder with a space in its name.
+BIN = shlex.quote(f"{EXEC}/bin")
 
 
 def make_job(folder, script, files=(), **options):
@@ -560,10 +562,10 @@ def test_first_process_ends_the_task(start):
 def test_nested(start):
     """From a task on a sister and on the MS; the full path is needed."""
     script = f"""\
-        pbsdsh -n 1 -- {EXEC}/bin/pbsdsh -n 2 -- sh -c 'echo nested $PBS_NODENUM'
-        pbsdsh -n 0 -- {EXEC}/bin/pbsdsh -n 1 -- sh -c 'echo nested $PBS_NODENUM'
-        pbsdsh -n 1 -- {EXEC}/bin/pbs_tmrsh {N3} sh -c 'echo nested $PBS_NODENUM'
-        pbsdsh -n 0 -- {EXEC}/bin/pbs_tmrsh {N3} sh -c 'echo never'
+        pbsdsh -n 1 -- {BIN}/pbsdsh -n 2 -- sh -c 'echo nested $PBS_NODENUM'
+        pbsdsh -n 0 -- {BIN}/pbsdsh -n 1 -- sh -c 'echo nested $PBS_NODENUM'
+        pbsdsh -n 1 -- {BIN}/pbs_tmrsh {N3} sh -c 'echo nested $PBS_NODENUM'
+        pbsdsh -n 0 -- {BIN}/pbs_tmrsh {N3} sh -c 'echo never'
         pbsdsh -n 1 -- pbsdsh -n 2 -- sh -c 'echo never'"""
     with start(script) as job:
         assert job.wait() == 0
@@ -641,7 +643,7 @@ def test_command_is_signalled(signalled, number):
 def test_qstat(start):
     calls = "qstat -f -F json $PBS_JOBID > json; qstat -f > text; qstat -fF dsv > dsv"
     options = {"nodefile": (N1,) * 4 + (N2,) * 4, "resources": {"ngpus": 8}, "walltime": 3600, "job_id": "76.pbs0"}
-    with start(f"{calls}; pbsdsh -n 4 -- {EXEC}/bin/qstat -f -F json", **options) as job:
+    with start(f"{calls}; pbsdsh -n 4 -- {BIN}/qstat -f -F json", **options) as job:
         assert job.wait() == 0
         seen = json.loads((job.home / "json").read_text())
         assert seen == json.loads(job.stdout())
@@ -731,7 +733,7 @@ def test_qdel(start):
 
 
 def test_qdel_command_in_a_task(start):
-    with start(f"pbsdsh -n 1 -- {EXEC}/bin/qdel 5.pbs0; sleep 99", job_id="5.pbs0", kill_delay=9) as job:
+    with start(f"pbsdsh -n 1 -- {BIN}/qdel 5.pbs0; sleep 99", job_id="5.pbs0", kill_delay=9) as job:
         assert job.wait(5) == 271
 
 
