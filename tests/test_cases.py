@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import COMMAND, MARK, Running, job_environment
+from conftest import COMMAND, MARK, Running, for_plain_paths, job_environment
 from test_launch import STUBBORN
 
 HERE = socket.gethostname().partition(".")[0]
@@ -88,6 +88,8 @@ class Place:
         path.chmod(0o755)
 
     def start(self, *words: str, **env: str) -> Running:
+        if "--hosts" in words and for_plain_paths.args[0]:
+            pytest.skip(for_plain_paths.kwargs["reason"])
         given = job_environment(**{MARK: self.mark, **env})
         given["PATH"] = f"{self.root / 'bin'}:{given['PATH']}"
         self.running.append(Running([str(COMMAND), *words], self.folder, given))
