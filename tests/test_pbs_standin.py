@@ -619,10 +619,15 @@ def signalled(tmp_path_factory):
             mkdir $1; $3 sh family $1 > out.$1 &
             while ! test -s beside.$1 -a -s apart.$1; do sleep 0.05; done
             kill -$2 $!; wait $!; echo $? > code.$1
-            for i in $(seq 40); do grep -q $2 beside.$1 && break; sleep 0.02; done
+            for i in $(seq $4); do grep -q $2 beside.$1 && break; sleep 0.02; done
         }
         """
-    calls = [f"one {number} {name} '{command}' &" for number, (command, name, *_) in enumerate(SIGNALS)]
+    # What is relayed may take its time; what is not is waited for a moment only.
+    tries = {True: 1000, False: 40}
+    calls = [
+        f"one {number} {name} '{command}' {tries[bool(relayed)]} &"
+        for number, (command, name, _, relayed) in enumerate(SIGNALS)
+    ]
     with make_job(tmp_path_factory.mktemp("signals"), "\n".join([script, *calls, "wait"]), {"family": FAMILY}) as job:
         assert job.wait() == 0
         assert len([process for process in job.survivors() if "note.py" in process.words[2]]) == len(SIGNALS)
