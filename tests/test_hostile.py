@@ -33,20 +33,25 @@ def processes(run: Running) -> dict[str, int]:
     return {"door": door, "agent": agent, "torchrun": torchrun, "starter": below(torchrun, "starter.py")}
 
 
-def begin_stubborn(start: Start, script: Script, *options: str) -> Running:
-    run = start(*TWO_BY_TWO, *options, script(STUBBORN + "time.sleep(300)"))
+def begin_stubborn(start: Start, script: Script, *options: str, env: dict[str, str] | None = None) -> Running:
+    run = start(*TWO_BY_TWO, *options, script(STUBBORN + "time.sleep(300)"), env=env)
     run.wait_for(lambda: len(list(run.cwd.glob(".here-*"))) == 4)
     return run
 
 
 @pytest.mark.parametrize("first, second", [("agent", "starter"), ("door", "agent"), ("torchrun", "agent")])
-def test_two_of_ours_killed_at_once_leave_nothing(start: Start, script: Script, first: str, second: str) -> None:
-    run = begin_stubborn(start, script, "--grace", "1")
+def test_two_of_ours_killed_at_once_leave_nothing(
+    start: Start, script: Script, tmp_path: Path, first: str, second: str
+) -> None:
+    folder = tmp_path / "scratch"
+    folder.mkdir()
+    run = begin_stubborn(start, script, "--grace", "1", env={"TMPDIR": str(folder)})
     found = processes(run)
     for name in (first, second):
         os.kill(found[name], signal.SIGKILL)
     assert run.wait(30) == 121, run.stderr
     assert run.left(2.0) == []
+    assert list(folder.iterdir()) == []
 
 
 @pytest.mark.parametrize("then", ["wait", "term launcher", "kill launcher"])

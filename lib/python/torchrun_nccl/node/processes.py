@@ -18,6 +18,8 @@ from typing import NoReturn
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 
+FOLDER_PREFIX = "torchrun_nccl-"
+
 _libc = ctypes.CDLL(None, use_errno=True)
 
 #: Signals of which Python ignores SIGPIPE and SIGXFSZ at its start; a program we start must find them at default.
@@ -187,10 +189,16 @@ def launch_mark(launch_id: str, node_rank: int) -> tuple[bytes, bytes]:
 
 def launch_folder(launch_id: str, index: int) -> str:
     """The one folder a node's part of a launch may make in node-local scratch."""
-    return f"{os.environ.get('TMPDIR') or '/tmp'}/torchrun_nccl-{launch_id}-{index}"
+    return f"{os.environ.get('TMPDIR') or '/tmp'}/{FOLDER_PREFIX}{launch_id}-{index}"
 
 
 def remove_launch_folder(launch_id: str, index: int) -> None:
+    remove_folder(launch_folder(launch_id, index))
+
+
+def remove_folder(path: str) -> None:
+    """Remove a launch's folder; any other path is left alone."""
     import shutil  # 20 ms, and only ends need it
 
-    shutil.rmtree(launch_folder(launch_id, index), ignore_errors=True)
+    if os.path.basename(path).startswith(FOLDER_PREFIX):
+        shutil.rmtree(path, ignore_errors=True)

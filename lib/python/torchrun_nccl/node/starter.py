@@ -206,7 +206,7 @@ class Starter:
         agent = socket.socket(socket.AF_UNIX)
         agent.connect("\0" + address)
         fd = agent.detach()
-        self._channel = Channel(self._loop, fd, fd, self._receive, lambda _: self._end())
+        self._channel = Channel(self._loop, fd, fd, self._receive, lambda _: self._agent_gone())
         self._channel.send({"is": "rank", "rank": int(os.environ["RANK"]), "local_rank": int(os.environ["LOCAL_RANK"])})
 
     def run(self) -> None:
@@ -350,6 +350,11 @@ class Starter:
     def _kill_below(self) -> None:
         now = time.monotonic()
         processes.kill_tree(os.getpid(), 2.0, lambda pid, code: self._note_end(pid, code, now))
+
+    def _agent_gone(self) -> NoReturn:
+        """The door removes the launch's folder, torchrun's TMPDIR and so ours, unless it was killed too."""
+        processes.remove_folder(os.environ.get("TMPDIR", ""))
+        self._end()
 
     def _end(self) -> NoReturn:
         """Released, or the agent is gone: nothing below outlives us, the log keeps what was said."""
