@@ -236,3 +236,20 @@ def test_trainer_on_four_hosts_by_pbs(pbs_cluster: Cluster) -> None:
         logs = {path.name.split(".")[-2]: sorted(path.read_text().splitlines()) for path in folder.glob("output.*.log")}
         assert logs == epochs([f"gadi-gpu-v100-000{number}" for number in (3, 1, 2, 4)], 2, 8)
         assert pbs_cluster.left(within=1) == []
+
+
+@pytest.mark.parametrize("end", ["exit 7", "qdel"])
+def test_ends_of_a_pbs_job_leave_nothing_on_any_host(pbs_cluster: Cluster, end: str) -> None:
+    folder = pbs_cluster.folder(end.replace(" ", "-"))
+    (folder / "script.py").write_text(FAILING if end == "exit 7" else WAITING)
+    words = f"{COMMAND} --device cpu --nproc-per-node 2 script.py 60"
+    script = f'export PATH={Path(sys.executable).parent}:"$PATH"\ncd "$PBS_O_WORKDIR"\n{words}'
+    with HostsJob(pbs_cluster, script, hosts=[3, 1, 2, 4], workdir=folder) as job:
+        if end == "qdel":
+            wait_until(lambda: sum(p.read_text().count("up ") for p in folder.glob("output.*.log")) == 8, 60, "ranks")
+            job.qdel()
+        code = job.wait(60)
+        assert pbs_cluster.left(within=5) == []
+    if end == "exit 7":
+        assert code == 7
+        assert "first failure: rank 5 on gadi-gpu-v100-0002" in job.stderr()
