@@ -23,7 +23,7 @@ from .options import Options
 from .plan import Context, Plan
 from .printer import Writer
 from .schedulers.steps import started_many_times
-from .transports import PBS_FOLDERS, TRANSPORTS
+from .transports import PBS_FOLDERS, TRANSPORTS, passed
 
 #: Tells the command that a relay started it, whatever its host calls itself.
 RELAYED_VARIABLE = "TORCHRUN_NCCL_RELAYED"
@@ -98,16 +98,15 @@ def _is_outside(allocation: Allocation, made: Plan, caller: Pairs) -> bool:
 
 def _relay(argv: list[str], asked: Options, made: Plan, caller: Pairs) -> int:
     first = made.nodes[0]
-    program = next(iter(first.words))
+    program = first.words[0]
     inner = os.path.join(os.path.dirname(DOOR), "inner.py")
-    passes = TRANSPORTS["srun"].passes or ()
     call = relay.Call(
         launch_id=made.launch_id,
         host=first.host,
         words=relay.relay_words(program, first.host, sys.executable, inner, made.launch_id, asked.connect_timeout),
         argv=tuple(argv),
         environment=(*caller, (RELAYED_VARIABLE, first.host)),
-        passed=tuple((name, value) for name, value in caller if name in passes),
+        passed=passed(TRANSPORTS["srun"], caller, made.job_id),
         directory=made.directory,
         umask=made.umask,
         limits=made.limits,

@@ -34,7 +34,7 @@ from .outcome import Attempt, Cause, NodeEnd, Outcome, RankEnd
 from .plan import Plan
 from .printer import Printer
 from .schedulers import slurm
-from .transports import KEY_VARIABLE, TRANSPORTS
+from .transports import KEY_VARIABLE, TRANSPORTS, passed
 
 SPAWNS_IN_FLIGHT = 16
 #: After a first failure the others get this long, at most half the grace, to fail by themselves.
@@ -91,6 +91,19 @@ class _Launch:
         self._stop_deadline: Timer | None = None
         self._logs: dict[int, str] = {}
         self._troubles: set[str] = set()
+        self._calls: dict[str, Callable[[Node, Frame], None]] = {
+            "hello": self._take_hello,
+            "reached": self._take_reached,
+            "log": self._take_log,
+            "started": self._take_started,
+            "exit": self._take_exit,
+            "engine": self._take_engine,
+            "output": self._take_output,
+            "trouble": self._take_trouble,
+            "stopping": self._take_stopping,
+            "stopped": self._take_stopped,
+            "bye": self._take_bye,
+        }
         self._grace = plan.grace
         self._began = time.monotonic()
 
@@ -161,10 +174,7 @@ class _Launch:
 
     def _transport_environment(self, node: Node) -> Pairs:
         transport = TRANSPORTS[node.plan.transport]
-        environment = self._caller_environment
-        if transport.passes is not None:
-            chosen = {name: value for name, value in environment if name in transport.passes}
-            environment = (*({"SLURM_JOB_ID": self._plan.job_id} | chosen).items(),)
+        environment = passed(transport, self._caller_environment, self._plan.job_id)
         # Inherited channels need no key, and PBS's task manager hands nothing on: its tasks have the job's cookie.
         return (*environment, (KEY_VARIABLE, self._secret)) if transport.is_tcp else environment
 
@@ -213,20 +223,7 @@ class _Launch:
     def _hear(self, node: Node, frame: Frame) -> None:
         if frame["is"] == "beat" or node.is_over:
             return
-        calls: dict[str, Callable[[Node, Frame], None]] = {
-            "hello": self._take_hello,
-            "reached": self._take_reached,
-            "log": self._take_log,
-            "started": self._take_started,
-            "exit": self._take_exit,
-            "engine": self._take_engine,
-            "output": self._take_output,
-            "trouble": self._take_trouble,
-            "stopping": self._take_stopping,
-            "stopped": self._take_stopped,
-            "bye": self._take_bye,
-        }
-        calls[frame["is"]](node, frame)
+        self._calls[frame["is"]](node, frame)
 
     def _take_hello(self, node: Node, frame: Frame) -> None:
         assert node.channel

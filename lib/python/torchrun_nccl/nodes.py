@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import re
 import signal
@@ -21,7 +20,6 @@ from .node import processes
 from .plan import NodePlan
 from .transports import LISTENER, TRANSPORTS, Words, basename
 
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
 SAID_BYTES = 2000
 END_SECONDS = 1.0
 #: A door whose agent was killed sweeps its tree for at most this long.
@@ -33,8 +31,6 @@ SSH_FAILED = 255
 LASTING = re.compile(
     "Host key verification failed|Could not resolve hostname|Bad configuration option|Bad owner or permissions"
 )
-
-_libc = ctypes.CDLL(None)
 
 
 class Start:
@@ -202,7 +198,7 @@ def _preparer(parent: int, is_step: bool) -> Callable[[], None]:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
             signal.signal(number, signal.SIG_DFL)
         if not is_step:
-            _libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+            processes.die_with_parent(signal.SIGTERM, parent)
         if os.getppid() != parent:
             os._exit(1)
 

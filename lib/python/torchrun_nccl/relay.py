@@ -18,6 +18,7 @@ from .environment import Pairs
 from .errors import DeadlinePassed, NodeLost
 from .listener import Listener
 from .loop import Loop
+from .node.engine import ISOLATED
 from .nodes import Start, end_starts
 from .options import Options
 from .transports import KEY_VARIABLE, LISTENER, Words
@@ -45,7 +46,7 @@ class Call:
 def relay_words(program: str, host: str, runner: str, inner: str, launch_id: str, seconds: float) -> Words:
     return (
         program, "-N1", "-n1", f"--nodelist={host}", "--overlap", "--cpu-bind=none", "--input=none", "--mpi=none",
-        runner, "-I", "-S", "-B", "-X", "utf8", inner, f"{launch_id}.0", LISTENER, f"{seconds:g}",
+        runner, *ISOLATED, inner, f"{launch_id}.0", LISTENER, f"{seconds:g}",
     )  # fmt: skip
 
 

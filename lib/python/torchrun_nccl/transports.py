@@ -6,7 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from .allocation import Allocation, Host
+from .environment import Pairs
 from .errors import Refused, UsageError
+from .node.engine import ISOLATED
 
 Words = tuple[str, ...]
 #: Stands in a plan for what only the running launcher knows: ADDRESS:PORT,… of its listener.
@@ -203,7 +205,16 @@ def door_words(
     """What runs on the node, whatever started it; the same on all nodes where one process starts them all."""
     where = LISTENER if transport.is_tcp else "stdio"
     place = transport.place if is_shared else str(index)
-    return (runner, "-I", "-S", "-B", "-X", "utf8", door, f"{launch_id}.{place}", where, f"{connect_timeout:g}")
+    return (runner, *ISOLATED, door, f"{launch_id}.{place}", where, f"{connect_timeout:g}")
+
+
+def passed(transport: Transport, environment: Pairs, job_id: str) -> Pairs:
+    """What of the caller's environment the program of a transport gets, without the key."""
+    if transport.passes is None:
+        return environment
+    chosen = {name: value for name, value in environment if name in transport.passes}
+    # A job may be known by the old name alone, and srun without this one would ask for a new job.
+    return tuple(({"SLURM_JOB_ID": job_id} | chosen).items())
 
 
 SAFE = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_./:=,@%+-")

@@ -65,6 +65,15 @@ class Agent:
         self._log_lock: socket.socket | None = None
         self._log = ""
         self._leaving = ""
+        self._calls = {
+            "node": self._take_node,
+            "job": self._take_job,
+            "reach": self._reach,
+            "go": self._start,
+            "signal": self._forward_signal,
+            "stop": self._stop_as_told,
+            "leave": self._leave,
+        }
         self._reset()
 
     def _reset(self) -> None:
@@ -88,16 +97,7 @@ class Agent:
         kind = frame["is"]
         if kind == "beat":
             return
-        calls = {
-            "node": self._take_node,
-            "job": self._take_job,
-            "reach": self._reach,
-            "go": self._start,
-            "signal": self._forward_signal,
-            "stop": self._stop_as_told,
-            "leave": self._leave,
-        }
-        calls[kind](frame)
+        self._calls[kind](frame)
 
     def _take_node(self, frame: Frame) -> None:
         self._node = frame
@@ -408,14 +408,14 @@ class Agent:
         if self._listener:
             self._loop.forget(self._listener.fileno())
             self._listener.close()
-        engine, self._engine = self._engine, 0
+        self._engine = 0
         left = processes.kill_tree(os.getpid())
         for rank in self._ranks:
             if rank.channel and not rank.is_gone:
                 rank.is_gone = True
                 rank.channel.close()
         self._reset()
-        self._channel.send({"is": "stopped", "left": len(left), "engine": engine})
+        self._channel.send({"is": "stopped", "left": len(left)})
         if self._leaving:
             self._end(self._leaving)
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+#: How every process of ours runs its Python: apart from the user's folder, variables and packages, bytes as they are.
+ISOLATED = ("-I", "-S", "-B", "-X", "utf8")
+
 
 def bracketed(address: str) -> str:
     """An address as it stands before ``:PORT``.
@@ -35,4 +38,4 @@ def torchrun_words(
 
 def starter_words(python: str, starter: str) -> tuple[str, ...]:
     """The rank starter as torchrun's program. torchrun substitutes ``$$`` and ``${local_rank}`` in arguments."""
-    return ("--no-python", python, "-I", "-S", "-B", "-X", "utf8", starter.replace("$", "$$"))
+    return ("--no-python", python, *ISOLATED, starter.replace("$", "$$"))

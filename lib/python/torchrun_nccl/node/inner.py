@@ -9,7 +9,6 @@ swallows one INT and turns a TERM into a KILL of the step.
 from __future__ import annotations
 
 import os
-import resource
 import signal
 import socket
 import sys
@@ -23,6 +22,7 @@ from torchrun_nccl.channel import Channel, Frame, Heart
 from torchrun_nccl.errors import Refused
 from torchrun_nccl.loop import Loop
 from torchrun_nccl.node import door, processes
+from torchrun_nccl.node.engine import ISOLATED
 
 MAIN = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "__main__.py")
 
@@ -58,11 +58,7 @@ class Inner:
             os.dup2(null, 0)
             for number, (_, writer) in pipes.items():
                 os.dup2(writer, number)
-            for name, soft in call["limits"]:
-                kind = getattr(resource, name)
-                hard = resource.getrlimit(kind)[1]
-                if hard == resource.RLIM_INFINITY or 0 <= soft <= hard:
-                    resource.setrlimit(kind, (soft, hard))
+            processes.set_soft_limits(call["limits"])
             os.umask(call["umask"])
 
         try:
@@ -71,7 +67,7 @@ class Inner:
             text = f"torchrun_nccl: {socket.gethostname()}: directory {call['directory']}: {error.strerror}\n"
             self._channel.send({"is": "text", "stream": 2, "text": text})
             self._end(Refused.exit_code)
-        words = (sys.executable, "-I", "-S", "-B", "-X", "utf8", MAIN, *call["argv"])
+        words = (sys.executable, *ISOLATED, MAIN, *call["argv"])
         self._child = processes.spawn(words, dict(call["environment"]), prepare)
         for number, (reader, writer) in pipes.items():
             os.close(writer)

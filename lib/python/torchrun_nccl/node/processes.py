@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import resource
 import signal
 import time
 from collections.abc import Callable, Iterable
@@ -79,6 +80,20 @@ def _fail_exec(program: str, error: BaseException) -> NoReturn:
     path = os.fsdecode(getattr(error, "filename", None) or program) if "/" in program else program
     os.write(2, os.fsencode(f"torchrun_nccl: cannot run {path}: {reason}\n"))
     os._exit(127 if isinstance(error, FileNotFoundError) else 126)
+
+
+def set_soft_limits(limits: Iterable[tuple[str, int]]) -> None:
+    """The soft limits of another process, as far as the hard ones here allow; by their names in `resource`."""
+    for name, soft in limits:
+        kind = getattr(resource, name, None)
+        if kind is not None:
+            hard = resource.getrlimit(kind)[1]
+            with contextlib.suppress(ValueError, OSError):
+                resource.setrlimit(kind, (soft if hard == resource.RLIM_INFINITY else _lower(soft, hard), hard))
+
+
+def _lower(soft: int, hard: int) -> int:
+    return hard if soft == resource.RLIM_INFINITY else min(soft, hard)
 
 
 def reap() -> list[tuple[int, int]]:

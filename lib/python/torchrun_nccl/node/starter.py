@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import resource
 import signal
 import socket
 import sys
@@ -18,7 +17,7 @@ import termios
 import threading
 import time
 from collections import deque
-from typing import Any, Callable, NoReturn
+from typing import Callable, NoReturn
 
 if __name__ == "__main__":
     sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
@@ -290,7 +289,11 @@ class Starter:
                 self._loop.watch(stream.fd, None if self._is_paused else self._reader(stream))
 
     def _reader(self, stream: Stream) -> Callable[[], None]:
-        return lambda: None if self._is_paused else void(stream.read())
+        def read() -> None:
+            if not self._is_paused:
+                stream.read()
+
+        return read
 
     # --- signals ---
 
@@ -367,10 +370,6 @@ class Starter:
         os._exit(code if code >= 0 else 128 - code)
 
 
-def void(_: Any) -> None:
-    """For callbacks whose value nobody wants."""
-
-
 def _prepare(job: Frame, pipes: dict[int, tuple[int, int]], parent: int) -> None:
     """In the forked worker, before its program."""
     os.setsid()
@@ -380,18 +379,9 @@ def _prepare(job: Frame, pipes: dict[int, tuple[int, int]], parent: int) -> None
     os.close(stdin)
     for number, (_, writer) in pipes.items():
         os.dup2(writer, number)
-    for name, soft in job["limits"]:
-        kind = getattr(resource, name, None)
-        if kind is not None:
-            hard = resource.getrlimit(kind)[1]
-            with contextlib.suppress(ValueError, OSError):
-                resource.setrlimit(kind, (soft if hard == resource.RLIM_INFINITY else _lower(soft, hard), hard))
+    processes.set_soft_limits(job["limits"])
     os.umask(job["umask"])
     os.chdir(job["directory"])
-
-
-def _lower(soft: int, hard: int) -> int:
-    return hard if soft == resource.RLIM_INFINITY else min(soft, hard)
 
 
 def main() -> None:
