@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 from torchrun_nccl.allocation import Env, ReadText, Run
@@ -39,12 +40,18 @@ def load(name: str) -> tuple[Env, ReadText]:
         siblings.setdefault(f"{env.get(variable)}/{file}", FOLDER / f"{name}{suffix}")
     texts = {path: _unpacked(file.read_text()) for path, file in siblings.items() if file.exists()}
 
-    def read_text(path: str) -> str:
-        if path not in texts:
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
-        return texts[path]
+    return env, reader(texts)
 
-    return env, read_text
+
+def reader(files: Mapping[str, str]) -> ReadText:
+    """A reader of these files; all others are missing."""
+
+    def read_text(path: str) -> str:
+        if path not in files:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+        return files[path]
+
+    return read_text
 
 
 def answers(name: str) -> Run:

@@ -115,6 +115,18 @@ class Running:
         found = [(pid, status(pid)) for pid in processes_with(MARK, self.mark)]
         return [(pid, int(fields["PPid"]), command_line(pid)) for pid, fields in found if fields]
 
+    def parts(self) -> dict[str, int]:
+        """What the first node's part of it consists of; a door's child without an exec of its own is the agent."""
+        rows = self.processes()
+
+        def below(parent: int, word: str) -> int:
+            return next(pid for pid, above, line in rows if above == parent and word in line)
+
+        door = below(self.process.pid, ".0 ")
+        agent = below(door, ".0 ")
+        torchrun = below(agent, "torch.distributed.run")
+        return {"door": door, "agent": agent, "torchrun": torchrun, "starter": below(torchrun, "starter.py")}
+
     def logs(self) -> dict[str, str]:
         """Text of each log of the working directory, by name."""
         return {path.name: path.read_text(errors="surrogateescape") for path in sorted(self.cwd.glob("output.*.log"))}

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import doctest
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 import cases
 import pytest
-from torchrun_nccl.allocation import Allocation, Host, ReadText
+from cases import reader
+from torchrun_nccl.allocation import Allocation, Host
 from torchrun_nccl.errors import BadAllocation, BadHostList, UsageError
 from torchrun_nccl.schedulers import detect, names, pbs, started_many_times, steps
 
@@ -20,15 +21,6 @@ SHARED = (
     ": some chunks share a host, and one node is started for each host; "
     "with OpenPBS, place=scatter gives each chunk a host of its own"
 )
-
-
-def reader(files: Mapping[str, str]) -> ReadText:
-    def read_text(path: str) -> str:
-        if path not in files:
-            raise FileNotFoundError(2, "No such file or directory", path)
-        return files[path]
-
-    return read_text
 
 
 def pbs_job(lines: Iterable[str], **variables: str) -> Allocation:

@@ -20,19 +20,6 @@ Script = Callable[..., str]
 ALONE = ("--scheduler", "none", "--device", "cpu", "--nproc-per-node", "1")
 
 
-def processes(run: Running) -> dict[str, int]:
-    """What the first node's part of it consists of; a door's child without an exec of its own is the agent."""
-    rows = run.processes()
-
-    def below(parent: int, word: str) -> int:
-        return next(pid for pid, above, line in rows if above == parent and word in line)
-
-    door = below(run.process.pid, ".0 ")
-    agent = below(door, ".0 ")
-    torchrun = below(agent, "torch.distributed.run")
-    return {"door": door, "agent": agent, "torchrun": torchrun, "starter": below(torchrun, "starter.py")}
-
-
 def begin_stubborn(start: Start, script: Script, *options: str, env: dict[str, str] | None = None) -> Running:
     run = start(*TWO_BY_TWO, *options, script(STUBBORN + "time.sleep(300)"), env=env)
     run.wait_for(lambda: len(list(run.cwd.glob(".here-*"))) == 4)
@@ -46,7 +33,7 @@ def test_two_of_ours_killed_at_once_leave_nothing(
     folder = tmp_path / "scratch"
     folder.mkdir()
     run = begin_stubborn(start, script, "--grace", "1", env={"TMPDIR": str(folder)})
-    found = processes(run)
+    found = run.parts()
     for name in (first, second):
         os.kill(found[name], signal.SIGKILL)
     assert run.wait(30) == 121, run.stderr
@@ -57,7 +44,7 @@ def test_two_of_ours_killed_at_once_leave_nothing(
 @pytest.mark.parametrize("then", ["wait", "term launcher", "kill launcher"])
 def test_an_agent_that_hangs_leaves_nothing(start: Start, script: Script, then: str) -> None:
     run = begin_stubborn(start, script, "--grace", "1", "--lost-after", "6")
-    os.kill(processes(run)["agent"], signal.SIGSTOP)
+    os.kill(run.parts()["agent"], signal.SIGSTOP)
     if then != "wait":
         run.process.send_signal(signal.SIGTERM if "term" in then else signal.SIGKILL)
     assert run.wait(40) == {"wait": 121, "term launcher": 143, "kill launcher": -9}[then], run.stderr

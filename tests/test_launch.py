@@ -198,23 +198,13 @@ def test_nothing_is_left_of_workers_that_ignore_term(
     assert run.left(seconds - (time.monotonic() - began)) == []
 
 
-@pytest.mark.parametrize("victim", ["door.py", "torch.distributed.run", "starter.py", "agent"])
-def test_nothing_is_left_when_one_of_ours_is_killed(start: Start, script: Script, victim: str) -> None:
+@pytest.mark.parametrize("victim, code", [("door", 121), ("agent", 121), ("torchrun", 125), ("starter", 137)])
+def test_nothing_is_left_when_one_of_ours_is_killed(start: Start, script: Script, victim: str, code: int) -> None:
     name = script(STUBBORN + "\ntime.sleep(300)")
     run = start(*TWO_BY_TWO, name)
     run.wait_for(lambda: len(list(run.cwd.glob(".here-*"))) == 4)
-    rows = run.processes()
-    doors = [pid for pid, parent, _ in rows if parent == run.process.pid]
-    pids = {
-        "door.py": doors,
-        "agent": [pid for pid, parent, _ in rows if parent in doors],
-        "torch.distributed.run": [pid for pid, _, line in rows if "torch.distributed.run" in line],
-        "starter.py": [pid for pid, _, line in rows if "starter.py" in line and "torch.distributed" not in line],
-    }[victim]
-    os.kill(pids[0], signal.SIGKILL)
-    assert (
-        run.wait(30) in {"door.py": (121,), "agent": (121,), "torch.distributed.run": (125,), "starter.py": (137,)}[victim]
-    ), run.stderr
+    os.kill(run.parts()[victim], signal.SIGKILL)
+    assert run.wait(30) == code, run.stderr
     assert run.left(1.0) == []
 
 

@@ -10,23 +10,15 @@ from dataclasses import replace
 import cases
 import pytest
 import test_allocation
+from cases import reader
 from torchrun_nccl import schedulers
-from torchrun_nccl.allocation import Allocation, Host, ReadText, Run
+from torchrun_nccl.allocation import Allocation, Host, Run
 from torchrun_nccl.errors import BadAllocation
 from torchrun_nccl.schedulers import SCHEDULERS, detect, reading, slurm, started_many_times
 
 ELSEWHERE = "give the hosts with --hosts or --hostfile, or use this machine alone with --scheduler none"
 IN_THE_JOB = f"run this in the job script, or {ELSEWHERE}"
 IN_SLURM = f"run this in the job script or in a shell of salloc, or {ELSEWHERE}"
-
-
-def reader(files: Mapping[str, str]) -> ReadText:
-    def read_text(path: str) -> str:
-        if path not in files:
-            raise FileNotFoundError(2, "No such file or directory", path)
-        return files[path]
-
-    return read_text
 
 
 def commands(outputs: Mapping[str, str]) -> Run:
