@@ -216,4 +216,8 @@ def remove_folder(path: str) -> None:
     import shutil  # 20 ms, and only ends need it
 
     if os.path.basename(path).startswith(FOLDER_PREFIX):
-        shutil.rmtree(path, ignore_errors=True)
+        for _ in range(20):  # others, torchrun itself too, may be clearing it at the same moment
+            shutil.rmtree(path, ignore_errors=True)
+            if not os.path.exists(path):
+                return
+            time.sleep(0.05)

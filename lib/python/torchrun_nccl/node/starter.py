@@ -356,6 +356,7 @@ class Starter:
 
     def _agent_gone(self) -> NoReturn:
         """The door removes the launch's folder, torchrun's TMPDIR and so ours, unless it was killed too."""
+        self._kill_below()
         processes.remove_folder(os.environ.get("TMPDIR", ""))
         self._end()
 
